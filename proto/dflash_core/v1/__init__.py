@@ -1,0 +1,1 @@
+"""Generated schema of package `dflash.core.v1`; `make proto` regenerates it."""
