@@ -101,7 +101,7 @@ def effective_scope(manifest: RebuildManifest) -> str | NoConversion:
 
 
 def effective_draft_body(manifest: RebuildManifest) -> str | NoDraft:
-    """The format that a core's draft body runs in: the recorded one, known or not, "mxfp8" by scope, or "checkpoint"."""
+    """The format that a core's draft body runs in: the recorded one, known or not, else "mxfp8" or "checkpoint"."""
     value = _draft_body(manifest).value
     assert not isinstance(value, NoConversion)
     return value
