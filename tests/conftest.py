@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+
 from scripts.fetch_demo_target import fetch
 
 ROOT = Path(__file__).resolve().parent.parent
