@@ -1,0 +1,72 @@
+"""MXFP8: E4M3 codes, one power-of-two scale for 32 columns.
+
+    >>> quantized = quantize_mxfp8(torch.ones(1, 32))
+    >>> quantized.codes[0, 0].item(), quantized.block_scale[0, 0].item()     # 256 * 2**-8
+    (120, 119)
+"""
+
+from __future__ import annotations
+
+import torch
+from dflash_core.formats import Format
+from torch import Tensor
+
+from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix
+
+BLOCK = 32
+CHUNK_WEIGHTS = 1 << 18
+
+# float32 has its exponent from bit 23 on. 448 is 1.75 * 2**8: a mantissa above 1.75 (0x600000) needs the next power of
+# two, and adding 0x1FFFFF carries exactly then.
+_EXPONENT_SHIFT = 23
+_ROUND_UP_ABOVE_1_75 = 0x1FFFFF
+_MAX_EXPONENT = 8
+
+
+def quantize_mxfp8(weight: Tensor) -> QuantizedTensor:
+    """Quantize a weight matrix to MXFP8, in blocks of 32 along the last axis.
+
+    A block's scale is the smallest power of two with amax / scale <= 448 (rounded up, so nothing saturates),
+    or 2**-127 if the block is all zero. Codes are rounded to nearest, ties to even; the division is exact.
+
+    Args:
+        weight: [rows, cols], bf16, f16 or f32; cols divisible by 32.
+    Returns:
+        codes, E4M3 bytes [rows, cols]; block_scale, E8M0 bytes [rows, cols / 32], not swizzled; no global_scale.
+    Raises:
+        ConvertError: not a matrix, cols does not divide into blocks, or a value is not finite.
+    Source: OCP Microscaling Formats v1.0 for the format; scale rounded up as NVIDIA's cvt.rp.ue8m0 does.
+    """
+    check_matrix(Format.MXFP8, weight)
+    rows, cols = weight.shape
+    codes = torch.empty(rows, cols, dtype=torch.uint8)
+    block_scale = torch.empty(rows, cols // BLOCK, dtype=torch.uint8)
+    amax = block_amax(weight, BLOCK)
+    step = max(1, CHUNK_WEIGHTS // max(cols, 1))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        exponent = _scale_exponent(amax[part])
+        block_scale[part] = exponent.to(torch.uint8)
+        inv_scale = ((254 - exponent) << _EXPONENT_SHIFT).view(torch.float32)
+        blocks = weight[part].to(torch.float32).view(-1, cols // BLOCK, BLOCK)
+        scaled = blocks * inv_scale.unsqueeze(-1)
+        codes[part] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(-1, cols)
+    return QuantizedTensor(Format.MXFP8, codes, block_scale, None)
+
+
+def dequantize_mxfp8(quantized: QuantizedTensor) -> Tensor:
+    """The weights that MXFP8 codes stand for: code * 2**(scale byte - 127); scale byte 255 is NaN.
+
+    Returns:
+        f32 [rows, cols].
+    """
+    rows, cols = quantized.codes.shape
+    values = quantized.codes.view(torch.float8_e4m3fn).to(torch.float32).view(rows, cols // BLOCK, BLOCK)
+    scale = quantized.block_scale.view(torch.float8_e8m0fnu).to(torch.float32)
+    return (values * scale.unsqueeze(-1)).view(rows, cols)
+
+
+def _scale_exponent(amax: Tensor) -> Tensor:
+    """The E8M0 byte (exponent + 127, int32) of the smallest power of two with amax / scale <= 448."""
+    exponent = (amax.view(torch.int32) + _ROUND_UP_ABOVE_1_75) >> _EXPONENT_SHIFT
+    return (exponent - _MAX_EXPONENT).clamp_(min=0)

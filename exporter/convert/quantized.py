@@ -1,0 +1,93 @@
+"""What every block format shares: the quantized tensor, the checks on its input, and the largest value of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from dflash_core.errors import ConvertError
+from dflash_core.formats import FORMATS, Format
+from torch import Tensor
+
+NON_FINITE = "NON_FINITE_WEIGHT"
+
+_SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A matrix in a block format.
+
+    Attributes:
+        format: MXFP8 or NVFP4.
+        codes: u8 [rows, cols * bits / 8]; two 4-bit codes share a byte, the lower column in the low nibble.
+        block_scale: u8 [rows, cols / block], not swizzled; E8M0 for MXFP8, E4M3 for NVFP4.
+        global_scale: f32 [1] for NVFP4, None for MXFP8.
+    """
+
+    format: Format
+    codes: Tensor
+    block_scale: Tensor
+    global_scale: Tensor | None
+
+
+def check_matrix(fmt: Format, weight: Tensor) -> None:
+    """Refuse what a block format cannot hold: other than two axes, a torn last block, an element type that is no float.
+
+    Raises:
+        ConvertError: NOT_A_MATRIX, BLOCK_DIVISION or SOURCE_DTYPE.
+    """
+    block = FORMATS[fmt].block
+    shape = list(weight.shape)
+    if weight.dim() != 2:
+        raise ConvertError(
+            "NOT_A_MATRIX", f"{fmt.name} holds matrices", expected="two axes", got=shape,
+            hint="keep this tensor in checkpoint precision",
+        )
+    if shape[1] % block:
+        raise ConvertError(
+            "BLOCK_DIVISION", f"row does not divide into {fmt.name} blocks", expected=f"a multiple of {block}",
+            got=shape[1], hint="keep this tensor in checkpoint precision",
+        )
+    if weight.dtype not in _SOURCE_DTYPES:
+        raise ConvertError(
+            "SOURCE_DTYPE", f"{fmt.name} is made from plain floats", expected="bfloat16, float16 or float32",
+            got=str(weight.dtype).removeprefix("torch."), hint="a tensor is never converted twice",
+        )
+
+
+def block_amax(weight: Tensor, block: int) -> Tensor:
+    """The largest magnitude of every block of `block` columns.
+
+    Magnitudes are compared as integers, since a float's bits without the sign grow with its value: several times faster
+    than a float maximum, and a NaN or infinity comes out on top of everything.
+
+    Args:
+        weight: [rows, cols], bf16, f16 or f32; cols divisible by `block`.
+    Returns:
+        f32 [rows, cols / block].
+    Raises:
+        ConvertError: NON_FINITE_WEIGHT, with the row and column of the first value that is not finite.
+    """
+    rows, cols = weight.shape
+    if weight.dtype == torch.float16:
+        weight = weight.float()
+    if weight.dtype == torch.bfloat16:
+        bits = (weight.contiguous().view(torch.int16) & 0x7FFF).view(rows, cols // block, block)
+        amax = (bits.amax(-1).to(torch.int32) << 16).view(torch.float32)
+    else:
+        bits = (weight.contiguous().view(torch.int32) & 0x7FFFFFFF).view(rows, cols // block, block)
+        amax = bits.amax(-1).view(torch.float32)
+    if not torch.isfinite(amax).all():
+        flat = int(torch.nonzero(~torch.isfinite(weight).flatten())[0])
+        row, col = divmod(flat, cols)
+        raise non_finite_error(row, col, float(weight[row, col]))
+    return amax
+
+
+def non_finite_error(row: int, col: int, value: float, where: str = "") -> ConvertError:
+    """The error for a weight that no block format can hold."""
+    return ConvertError(
+        NON_FINITE, "weight is not finite", where=where or f"row {row}, column {col}", expected="a finite number",
+        got=value, hint="the checkpoint is damaged: fetch it again, or keep this tensor in checkpoint precision",
+    )
