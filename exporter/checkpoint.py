@@ -152,6 +152,12 @@ def same_bytes(left: Checkpoint, left_name: str, right: Checkpoint, right_name: 
     )
 
 
+def read_side_file(checkpoint: Checkpoint, name: str) -> bytes | None:
+    """The bytes of a small file beside the config, or None when the checkpoint has no such file."""
+    path = checkpoint.path / name
+    return _read_file(path) if path.is_file() else None
+
+
 def hash_files(checkpoint: Checkpoint, on_bytes: Callable[[int], None]) -> tuple[SourceFile, ...]:
     """SHA-256 of every file that identifies the model: config, tokenizer, templates, index and shards.
 
