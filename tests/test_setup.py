@@ -128,10 +128,14 @@ def test_runtime_dependencies_hold_no_framework() -> None:
     assert names & {"torch", "triton", "transformers", "safetensors"} == set()
 
 
-def test_installs_the_three_commands() -> None:
-    ours = {e.name for e in metadata.distribution("dflash-cores").entry_points if e.group == "console_scripts"}
+def test_environment_is_what_the_lock_says() -> None:
+    installed = {name: metadata.version(name).split("+")[0] for name in lock()}
 
-    assert ours == {"dflash-export", "dflash-combine", "dflash-run"}
+    assert installed == lock()
+
+
+def test_project_has_the_three_commands() -> None:
+    assert PYPROJECT["project"]["scripts"].keys() == {"dflash-export", "dflash-combine", "dflash-run"}
 
 
 @pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "fmt", "proto", "bench-cpu"])
