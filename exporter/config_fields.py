@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -108,6 +109,6 @@ class Fields:
 
 
 def short(value: Any) -> str:
-    """A value as one short line of text."""
-    text = repr(value)
+    """A JSON value as one short line of JSON."""
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "…"

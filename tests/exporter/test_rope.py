@@ -174,13 +174,13 @@ def test_disagreeing_spellings_give_a_notice_with_both_values(first, theta, noti
 REFUSALS = [
     pytest.param({}, "FIELD_MISSING", ["rope_theta or rope_parameters.rope_theta"], id="no theta"),
     pytest.param({"rope_theta": 1}, "FIELD_VALUE", ["rope_theta", "a number > 1"], id="theta of one"),
-    pytest.param({"rope_theta": True}, "FIELD_VALUE", ["rope_theta", "finite number", "True"], id="boolean theta"),
+    pytest.param({"rope_theta": True}, "FIELD_VALUE", ["rope_theta", "finite number", "true"], id="boolean theta"),
     pytest.param(
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        "ROPE_TYPE", ["default linear llama3 yarn", "'dynamic'"], id="dynamic",
+        "ROPE_TYPE", ["default linear llama3 yarn", '"dynamic"'], id="dynamic",
     ),
     pytest.param(
-        {"rope_theta": 1e4, "rope_scaling": {"type": "longrope"}}, "ROPE_TYPE", ["'longrope'"], id="longrope",
+        {"rope_theta": 1e4, "rope_scaling": {"type": "longrope"}}, "ROPE_TYPE", ['"longrope"'], id="longrope",
     ),
     pytest.param(
         {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"type": "default"}},
