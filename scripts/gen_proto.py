@@ -18,6 +18,7 @@ PROTO = ROOT / "proto"
 
 
 def generate(out: Path) -> None:
+    """Write the generated modules and their type stubs below `out`, in the folders of their package."""
     sources = sorted(str(p.relative_to(PROTO)) for p in PROTO.glob("dflash_core/v1/*.proto"))
     args = ["protoc", f"-I{PROTO}", f"--python_out={out}", f"--pyi_out={out}", *sources]
     if protoc.main(args) != 0:
@@ -25,6 +26,7 @@ def generate(out: Path) -> None:
 
 
 def main() -> None:
+    """Command line; exits with a message when protoc fails or the committed files are stale."""
     if sys.argv[1:] == []:
         generate(PROTO)
         return
