@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import math
 import os
@@ -306,6 +307,24 @@ def test_interrupt_leaves_no_partial_file(tmp_path: Path) -> None:
         convert_weights(LAYOUT, {"target": checkpoint_of(tmp_path / "m", TENSORS)}, tmp_path / "core", interrupt)
 
     assert list((tmp_path / "core" / "weights").iterdir()) == []
+
+
+def test_disk_that_takes_a_few_bytes_at_a_time_gets_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ShortFile(io.FileIO):
+        def write(self, payload: memoryview) -> int:
+            return super().write(payload[:1000]) or 0
+
+    layout = layout_weights([spec("body", Format.MXFP8, (40, 64), ("w",))])
+    whole = convert(tmp_path, TENSORS, layout, "whole")
+    checkpoint = checkpoint_of(tmp_path / "again", TENSORS)
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: ShortFile(path, mode))
+
+    short = convert_weights(layout, {"target": checkpoint}, tmp_path / "short", lambda nbytes: None)
+
+    assert short == whole
+    assert (tmp_path / "short" / short.blobs[0].path).stat().st_size == layout.size_bytes
 
 
 def test_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
