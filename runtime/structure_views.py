@@ -106,7 +106,7 @@ def _check_scale(view: TensorView, by_name: Mapping[str, TensorView]) -> None:
     if scale is None:
         raise broken("MANIFEST_TABLE", "view of block scales is absent", place, got=repr(view.scale_view))
     needed = prod(view.shape) // spec.block * spec.scale_bits // 8
-    if scale.size_bytes != needed or scale.HasField("format"):
+    if scale.size_bytes != needed:
         raise broken("VIEW_SHAPE", "block scales do not fit their codes", _place(scale),
                      expected=f"{needed} bytes for {view.name}", got=f"{scale.size_bytes} bytes of {scale.dtype}")
 

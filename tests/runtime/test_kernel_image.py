@@ -1,0 +1,121 @@
+"""Every rule for a module's bytes, on a small cubin built here and on PTX text."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from dflash_core.errors import DflashError
+from dflash_core.v1.graph_pb2 import CPU_REGISTRY, CUBIN, PTX, KernelModule
+
+from runtime.structure import check_module
+
+PTX_TEXT = b".version 8.7\n.target sm_90a\n.address_size 64\n.visible .entry add(\n.param .u64 a)\n{ ret; }\n"
+
+
+def cubin(
+    flags: int = 0x5A | 0x800, abi: int = 7, machine: int = 190, names: tuple[str, ...] = ("add", "attend")
+) -> bytes:
+    """An ELF64 file with a null section, a symbol table of kernel entries, and its names; no code."""
+    strings = b"\0" + b"".join(name.encode() + b"\0" for name in names)
+    symbols = bytes(24) + b"".join(
+        struct.pack("<IBBHQQ", strings.index(b"\0" + name.encode() + b"\0") + 1, 0x12, 0x10, 1, 0, 0) for name in names
+    )
+    header = struct.pack(
+        "<7sBB7xHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 0x33, abi, 2, machine, 1, 0, 0, 64, flags, 64, 0, 0, 64, 3, 2
+    )
+    at = 64 + 3 * 64
+    sections = bytes(64)
+    sections += struct.pack("<IIQQQQIIQQ", 0, 2, 0, 0, at, len(symbols), 2, 1, 8, 24)
+    sections += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, at + len(symbols), len(strings), 0, 0, 1, 0)
+    return header + sections + symbols + strings
+
+
+def patched(at: int, value: bytes) -> bytes:
+    data = cubin()
+    return data[:at] + value + data[at + len(value) :]
+
+
+def module(kind: int = CUBIN, target: str = "sm_90a") -> KernelModule:
+    return KernelModule(module_id=4, kind=kind, target=target)
+
+
+ACCEPTED = [
+    ("a cubin for sm_90a", cubin(), module()),
+    ("a cubin for sm_80", cubin(flags=0x50), module(target="sm_80")),
+    ("a cubin for sm_100a in the old layout", cubin(flags=0x864), module(target="sm_100a")),
+    ("a cubin for sm_100a in the new layout", cubin(flags=0x6408, abi=8), module(target="sm_100a")),
+    ("a cubin for the family sm_100f", cubin(flags=0x6400, abi=8), module(target="sm_100f")),
+    ("PTX", PTX_TEXT, module(PTX)),
+    ("a CPU registry", b"", module(CPU_REGISTRY, "cpu")),
+]
+
+REFUSED = [
+    ("PTX text as a cubin", PTX_TEXT, module()),
+    ("a fatbin", b"\x50\xed\x55\xba" + cubin()[4:], module()),
+    ("an empty file", b"", module()),
+    ("a header alone", cubin()[:64], module()),
+    ("a file cut by one byte", cubin()[:-1], module()),
+    ("a 32-bit file", patched(4, b"\x01"), module()),
+    ("a big-endian file", patched(5, b"\x02"), module()),
+    ("a host library", cubin(machine=62), module()),
+    ("a cubin for sm_90", cubin(flags=0x5A), module()),
+    ("a cubin for sm_80", cubin(flags=0x50), module()),
+    ("a plain cubin for a target with an a", cubin(flags=0x6400, abi=8), module(target="sm_100a")),
+    ("an absent entry", cubin(names=("add",)), module()),
+    ("an entry twice", cubin(names=("add", "attend", "add")), module()),
+    ("an undefined entry", patched(64 + 3 * 64 + 24 + 6, b"\0\0"), module()),
+    ("a device function in place of an entry", patched(64 + 3 * 64 + 24 + 5, b"\0"), module()),
+    ("an object in place of a function", patched(64 + 3 * 64 + 24 + 4, b"\x11"), module()),
+    ("sections past the end", patched(40, (2**63).to_bytes(8, "little")), module()),
+    ("65,535 sections", patched(60, b"\xff\xff"), module()),
+    ("no sections", patched(60, b"\0\0"), module()),
+    ("sections of another size", patched(58, b"\x20\0"), module()),
+    ("a symbol table past the end", patched(64 + 64 + 24, b"\0\0\0\x7f"), module()),
+    ("a symbol table of 2^64 - 1 bytes", patched(64 + 64 + 32, b"\xff" * 8), module()),
+    ("a symbol table of 71 bytes", patched(64 + 64 + 32, b"\x47"), module()),
+    ("symbol names in an absent section", patched(64 + 64 + 40, b"\x03"), module()),
+    ("symbol names without bytes", patched(64 + 128 + 4, b"\x08"), module()),
+    ("a symbol name past its table", patched(64 + 3 * 64 + 24, b"\xff\xff"), module()),
+    ("a cubin as PTX", cubin(), module(PTX)),
+    ("PTX for another architecture", PTX_TEXT, module(PTX, "sm_100a")),
+    ("PTX with two targets", PTX_TEXT + PTX_TEXT, module(PTX)),
+    ("PTX with a zero byte", PTX_TEXT + b"\0", module(PTX)),
+    ("PTX without the entry", PTX_TEXT.replace(b" add(", b" sub("), module(PTX)),
+    ("PTX with the entry twice", PTX_TEXT + b".entry add()", module(PTX)),
+    ("bytes of a CPU registry", b"\x7fELF", module(CPU_REGISTRY, "cpu")),
+]
+
+
+def entries(stated: KernelModule) -> list[str]:
+    return ["add", "attend"] if stated.kind == CUBIN else ["add"]
+
+
+@pytest.mark.parametrize(("data", "stated"), [row[1:] for row in ACCEPTED], ids=[row[0] for row in ACCEPTED])
+def test_accepts(data: bytes, stated: KernelModule):
+    check_module(data, stated, entries(stated))
+
+
+@pytest.mark.parametrize(("data", "stated"), [row[1:] for row in REFUSED], ids=[row[0] for row in REFUSED])
+def test_refuses(data: bytes, stated: KernelModule):
+    with pytest.raises(DflashError) as caught:
+        check_module(data, stated, entries(stated))
+
+    assert caught.value.code == "KERNEL_IMAGE"
+    assert caught.value.where == f"module 4, {stated.target}"
+
+
+def test_refuses_every_truncation_of_a_cubin():
+    data = cubin()
+
+    for length in range(len(data)):
+        with pytest.raises(DflashError, match=r"."):
+            check_module(data[:length], module(), ["add", "attend"])
+
+
+def test_says_which_entry_is_absent():
+    with pytest.raises(DflashError) as caught:
+        check_module(cubin(names=("add",)), module(), ["attend"])
+
+    assert caught.value.what == "image must hold entry attend once"
+    assert (caught.value.expected, caught.value.got) == ("1", "0")
