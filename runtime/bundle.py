@@ -288,7 +288,7 @@ def _check_serialization(serialization: Mapping[str, object], where: str) -> Non
         if path not in IGNORED_PATHS and not (isinstance(path, str) and _IGNORED_SIGNATURE.fullmatch(path)):
             raise VerificationError(
                 "STMT_UNSUPPORTED", "the signer left out files that must be signed", where=where,
-                expected="only git files and signatures among ignore_paths", got=_shown(path),
+                expected="git files, signatures, or signatures/NAME in lower case", got=_shown(path),
             )
 
 

@@ -110,19 +110,25 @@ class CoreFiles:
         while self.files:
             os.close(self.files.popitem()[1].fd)
 
+    def file(self, name: str) -> OpenFile:
+        """The open file of that name, which must be one of `files`. Raises ValueError after `close`."""
+        if not self.files:
+            raise ValueError("the core is closed")
+        return self.files[name]
+
     def size(self, name: str) -> int:
         """The file's size in bytes when it was opened."""
-        return self.files[name].size_bytes
+        return self.file(name).size_bytes
 
     def read(self, name: str, nbytes: int) -> bytes:
         """The first `nbytes` of a file, in private memory. Raises FILE_SIZE when it has become shorter."""
         data = bytearray(nbytes)
-        read_exactly(self.files[name].fd, memoryview(data), 0, name)
+        read_exactly(self.file(name).fd, memoryview(data), 0, name)
         return bytes(data)
 
     def digest(self, name: str, on_bytes: OnBytes | None = None) -> FileDigests:
         """Hash a whole file in bounded memory (two chunks)."""
-        file = self.files[name]
+        file = self.file(name)
         return digest_descriptor(file.fd, file.size_bytes, name, on_bytes)
 
 

@@ -138,9 +138,8 @@ def _require_name(name: str) -> None:
 
 
 def _signing_function(key: PrivateKey) -> SignBytes:
-    digest = signature_hash(key.public_key())
-
     def sign(data: bytes) -> bytes:
+        digest = signature_hash(key.public_key())
         try:
             algorithm = ec.ECDSA(digest, deterministic_signing=True)
         except UnsupportedAlgorithm:

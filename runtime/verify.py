@@ -133,7 +133,7 @@ class VerifiedCore:
         entry = self._entries.get(path)
         if entry is None:
             raise FormatError("MANIFEST_TABLE", "the core lists no such file", where=path)
-        read_verified(self._files.files[path], entry, destination, threads=threads, on_bytes=on_bytes)
+        read_verified(self._files.file(path), entry, destination, threads=threads, on_bytes=on_bytes)
 
     def read_full(self, on_bytes: OnBytes | None = None) -> None:
         """Read every file and check chunk lists and whole-file digests; uses the memory of two chunks.
