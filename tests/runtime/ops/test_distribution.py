@@ -22,6 +22,7 @@ LOG = np.log(np.array([0.5, 0.3, 0.2], np.float32))
         pytest.param(LOG, 1.0, 0, 0.51, [0.625, 0.375, 0], id="top-p: the id that crosses is kept"),
         pytest.param(LOG, 1.0, 0, 0.99, [0.5, 0.3, 0.2], id="top-p keeps all"),
         pytest.param(LOG, 1.0, 0, 1e-9, [1, 0, 0], id="top-p always keeps one"),
+        pytest.param(LOG, 1.0, 0, 0.0, [1, 0, 0], id="top-p of 0 keeps one too"),
         pytest.param([1, 1, 1, 1], 1.0, 0, 0.5, [0.5, 0.5, 0, 0], id="top-p: ties by ascending id"),
         pytest.param(LOG, 1.0, 2, 0.6, [1, 0, 0], id="top-p runs on what top-k kept and scaled"),
         pytest.param([-INF, 0, -INF], 1.0, 0, 1.0, [0, 1, 0], id="excluded ids have probability 0"),
