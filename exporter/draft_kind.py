@@ -122,7 +122,8 @@ def recognise_draft(draft: Checkpoint, target_architecture: str = "") -> DraftMe
     _refuse_tensor_signs(names, where)
 
     # 3. DFlash2's own keys and tensors: all there or none.
-    _check_dflash2_signs(method, architecture or f"speculators_model_type {speculators}", draft.config, names, where)
+    claim = f"architecture {architecture}" if claimed else f"speculators_model_type {speculators}"
+    _check_dflash2_signs(method, claim, draft.config, names, where)
     return method
 
 
