@@ -1,0 +1,291 @@
+"""The whole export on one screen: open, plan, lay out, record, convert, package, sign."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflash_core.errors import PlanError
+from dflash_core.formats import FORMATS, Format
+from dflash_core.v1 import manifest_pb2
+
+from exporter.checkpoint import Checkpoint, hash_files, identity_nbytes, open_checkpoint
+from exporter.convert.stream import ConvertedWeights, convert_weights
+from exporter.draft_config import DraftConfig, read_draft_config
+from exporter.draft_kind import DraftMethod, read_architecture
+from exporter.draft_tensors import check_draft_tensors
+from exporter.models import dense, dflash2
+from exporter.models.context import StoredWeight
+from exporter.package import CoreIdentity, SourceModel, UnsignedCore, write_core
+from exporter.plan import PrecisionPlan, PrecisionSettings, plan_precision
+from exporter.program.builder import Program, Tensor
+from exporter.program.graphs import Draft, RecordedProgram, record_program
+from exporter.program.serving import ServingShape
+from exporter.progress import Progress, Silent
+from exporter.recipe import Recipe, load_recipe
+from exporter.staging import check_output, staged
+from exporter.target_config import TargetConfig, check_target_tensors, read_target_config
+from exporter.weights import WeightLayout, WeightSpec, layout_weights
+from runtime.keys import PrivateKey
+from runtime.ops import DTYPE_BY_NAME, DType
+from runtime.sign import sign_core
+
+PAGE_TOKENS = 64
+CHUNK_TOKENS = 64
+DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What to export, and how.
+
+    Attributes:
+        target, draft: checkpoint folders; no draft exports plain decoding.
+        out: the core's folder; must not exist unless `force`.
+        settings: precision of each part.
+        recipe: name or path of the target's recipe; None: by the checkpoint's architecture.
+        core_name, release: identity of the core; None: the name of `out`.
+        batches: batch buckets, ascending.
+        max_context: most tokens of a sequence; None: the target's own, at most DEFAULT_CONTEXT.
+        act: type of activations and K/V cache.
+    """
+
+    target: Path
+    out: Path
+    draft: Path | None = None
+    settings: PrecisionSettings = field(default_factory=PrecisionSettings)
+    recipe: str | None = None
+    core_name: str | None = None
+    release: int = 1
+    batches: tuple[int, ...] = (1,)
+    max_context: int | None = None
+    act: DType = DType.BF16
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    """A draft that fits its target; `names` leads from canonical tensor names to the checkpoint's own."""
+
+    checkpoint: Checkpoint
+    config: DraftConfig
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModels:
+    """Everything read from headers and configs; no weight was touched."""
+
+    target: Checkpoint
+    target_config: TargetConfig
+    recipe: Recipe
+    draft: OpenedDraft | None
+
+
+@dataclass(frozen=True, slots=True)
+class SignedCore:
+    """A finished core."""
+
+    path: Path
+    signature: Path
+    manifest: manifest_pb2.RebuildManifest
+
+
+def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = None) -> SignedCore:
+    """Write a signed core.
+
+    Args:
+        key: the signer's private key.
+        progress: watches the stages; None: nobody does.
+    Raises:
+        CheckpointError, RecipeError, PlanError, ConvertError: the inputs cannot be exported as asked.
+        ResourceError, UsageError: the output cannot be written, or exists.
+    """
+    watch = progress or Silent()
+    check_output(request.out, force=request.force)
+    models = open_models(request, watch)
+    plan = plan_models(models, request.settings)
+    shape = serving_shape(models, request)
+    layout = layout_weights(weight_specs(models, plan, shape))
+    recorded = record(models, plan, layout, shape, request)
+    with staged(request.out, force=request.force) as staging:
+        weights = _convert(models, layout, staging, watch)
+        identity = _identity(models, plan, request, shape, watch)
+        unsigned = write_core(staging, identity, weights, recorded, shape)
+        signature = _sign(unsigned, key, watch)
+        name = signature.name
+    return SignedCore(request.out, request.out / "signatures" / name, unsigned.manifest)
+
+
+def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
+    """Open both checkpoints, read their configs, and claim every tensor."""
+    target = open_checkpoint(request.target)
+    config = read_target_config(target)
+    notices = [*config.notices, *check_target_tensors(target, config)]
+    recipe = load_recipe(request.recipe or config.family.value)
+    draft = None
+    if request.draft is not None:
+        checkpoint = open_checkpoint(request.draft)
+        draft_config = read_draft_config(checkpoint, config)
+        names = check_draft_tensors(checkpoint, draft_config, target)
+        draft = OpenedDraft(checkpoint, draft_config, names)
+        notices += draft_config.notices
+    for notice in notices:
+        watch.notice(notice)
+    return OpenedModels(target, config, recipe, draft)
+
+
+def plan_models(models: OpenedModels, settings: PrecisionSettings) -> PrecisionPlan:
+    draft = models.draft
+    return plan_precision(models.target, models.recipe, draft.checkpoint if draft else None,
+                          draft.config if draft else None, settings)
+
+
+def serving_shape(models: OpenedModels, request: ExportRequest) -> ServingShape:
+    """Sizes of the serving buffers.
+
+    Raises:
+        PlanError: DEPTH or CONTEXT; more than the draft's block or the target's context allows.
+    """
+    config, draft = models.target_config, models.draft
+    context = request.max_context or min(config.max_position_embeddings, DEFAULT_CONTEXT)
+    if context > config.max_position_embeddings:
+        raise PlanError("CONTEXT", "the target was not made for this context",
+                        expected=f"at most {config.max_position_embeddings}", got=context)
+    depth, candidates = 0, 0
+    if draft is not None:
+        largest = draft.config.block_size - 1
+        depth = largest if request.settings.depth is None else request.settings.depth
+        if depth > largest:
+            raise PlanError("DEPTH", "the draft proposes fewer tokens than the depth asked for",
+                            expected=f"at most {largest}, its block of {draft.config.block_size} less the anchor",
+                            got=depth, hint=f"use --depth {largest} or less")
+        candidates = dflash2.candidates(draft.config) if depth else 0
+    return ServingShape(max_batch=max(request.batches), max_context=context, page_tokens=PAGE_TOKENS,
+                        chunk_tokens=CHUNK_TOKENS, depth=depth, candidates=candidates, vocab=config.vocab_size)
+
+
+def weight_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape) -> list[WeightSpec]:
+    """Every weight of the core, in storage order."""
+    shapes = {name: entry.shape for name, entry in models.target.tensors.items()}
+    formats = {t.name: t.format for t in plan.target}
+    specs = dense.weight_specs(models.target_config, formats, shapes, shape.max_context)
+    if models.draft is not None and shape.depth:
+        entries = models.draft.checkpoint.tensors
+        specs += dflash2.weight_specs(models.draft.config, models.draft.names, {t.name: t.format for t in plan.draft},
+                                      {name: entry.shape for name, entry in entries.items()}, shape.max_context)
+        if plan.proposal_head is not None:
+            source = dense.head_source(models.target_config)
+            specs.append(WeightSpec(name="head.proposal", blob="head", owner="draft", checkpoint="target",
+                                    sources=(source,), recipe="copy/1", format=plan.proposal_head.format,
+                                    shape=shapes[source]))
+    return specs
+
+
+def record(models: OpenedModels, plan: PrecisionPlan, layout: WeightLayout, shape: ServingShape,
+           request: ExportRequest) -> RecordedProgram:
+    """Record every graph; needs no weight's value."""
+    program = Program()
+    weights = stored_weights(program, layout)
+    draft = None
+    if models.draft is not None and shape.depth:
+        head = "head.proposal" if plan.proposal_head is not None else dense.head_name(models.target_config)
+        draft = Draft(models.draft.config, head)
+    return record_program(program, models.target_config, draft, weights, shape, sorted(set(request.batches)),
+                          request.act)
+
+
+def stored_weights(program: Program, layout: WeightLayout) -> dict[str, StoredWeight]:
+    """Add a buffer per weight file and find every weight in it."""
+    stored = {}
+    for blob in layout.blobs:
+        buffer_id = program.weights(f"weights.{blob.key}", blob.blob_id, blob.size_bytes)
+        for placed in blob.weights:
+            parts = [Tensor(buffer_id, v.offset_bytes, DTYPE_BY_NAME[v.dtype], v.shape, v.name) for v in placed.views]
+            stored[placed.spec.name] = StoredWeight(placed.spec.format, *parts)
+    return stored
+
+
+def _convert(models: OpenedModels, layout: WeightLayout, staging: Path, watch: Progress) -> ConvertedWeights:
+    checkpoints = {"target": models.target}
+    if models.draft is not None:
+        checkpoints["draft"] = models.draft.checkpoint
+    started = time.monotonic()
+    with watch.stage("convert", layout.size_bytes) as on_bytes:
+        weights = convert_weights(layout, checkpoints, staging, on_bytes)
+    counts: dict[Format, int] = {}
+    for blob in layout.blobs:
+        for placed in blob.weights:
+            counts[placed.spec.format] = counts.get(placed.spec.format, 0) + 1
+    listed = ", ".join(f"{fmt.value} {counts[fmt]}" for fmt in FORMATS if fmt in counts)
+    before = sum(e.nbytes for c in checkpoints.values() for e in c.tensors.values())
+    watch.done("convert", f"{sum(counts.values())} weights   {_size(before)} → {_size(layout.size_bytes)}   "
+                          f"{time.monotonic() - started:.1f} s   ({listed})")
+    return weights
+
+
+def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest, shape: ServingShape,
+              watch: Progress) -> CoreIdentity:
+    started = time.monotonic()
+    draft = models.draft if shape.depth else None
+    total = identity_nbytes(models.target) + (identity_nbytes(draft.checkpoint) if draft else 0)
+    with watch.stage("identify", total) as on_bytes:
+        target = SourceModel(models.target, hash_files(models.target, on_bytes),
+                             read_architecture(models.target.config))
+        source = None if draft is None else SourceModel(
+            draft.checkpoint, hash_files(draft.checkpoint, on_bytes), read_architecture(draft.checkpoint.config))
+    files = len(target.files) + (len(source.files) if source else 0)
+    watch.done("identify", f"{files} checkpoint files   {_size(total)} hashed   {time.monotonic() - started:.1f} s")
+    return CoreIdentity(
+        core_name=request.core_name or request.out.name.lower(), release=request.release, target=target, draft=source,
+        speculation=_speculation(draft.config, shape, request.settings) if draft else None,
+        online_quantization=plan.online_quantization, online_mxfp8_scope=plan.online_mxfp8_scope,
+        tuning_identity=plan.tuning_identity, arguments=_arguments(request))
+
+
+def _speculation(config: DraftConfig, shape: ServingShape,
+                 settings: PrecisionSettings) -> manifest_pb2.RebuildSpeculation:
+    """Recorded as asked for, never as what it means; absent fields keep their meaning."""
+    message = manifest_pb2.RebuildSpeculation(
+        method=config.method.value, draft_depth=shape.depth, block_size=config.block_size, acceptance_rule="rejection")
+    if config.method is DraftMethod.DFLASH2:
+        message.candidate_top_k = shape.candidates
+        message.conv_taps = config.conv_kernel_size or 0
+        message.conv_group_size = config.conv_group_size or 0
+    if config.output_multiplier != 1:
+        message.output_multiplier = config.output_multiplier
+    if config.final_logit_softcapping is not None:
+        message.final_logit_softcapping = config.final_logit_softcapping
+    if config.input_embedding_scale != 1:
+        message.input_embedding_scale = config.input_embedding_scale
+    if settings.draft_body is not None:
+        message.draft_body_quantization = settings.draft_body
+    if settings.draft_head is not None:
+        message.draft_head_quantization = settings.draft_head
+    return message
+
+
+def _arguments(request: ExportRequest) -> tuple[str, ...]:
+    """The settings that shaped the core, in a fixed order and without paths."""
+    settings = request.settings
+    given = [("--online-mxfp8-scope", settings.online_mxfp8_scope), ("--draft-body-quantization", settings.draft_body),
+             ("--draft-head-quantization", settings.draft_head), ("--depth", settings.depth),
+             ("--max-context", request.max_context), ("--compute-dtype", request.act.view_name)]
+    return (*(f"{name}={value}" for name, value in given if value is not None),
+            *(f"--batch={batch}" for batch in sorted(set(request.batches))))
+
+
+def _sign(unsigned: UnsignedCore, key: PrivateKey, watch: Progress) -> Path:
+    started = time.monotonic()
+    total = sum(f.ref.size_bytes for f in unsigned.manifest.files)
+    with watch.stage("sign", total) as on_bytes:
+        signature = sign_core(unsigned.path, key, on_bytes=on_bytes)
+    watch.done("sign", f"{len(unsigned.manifest.files) + 1} files   {_size(total)} hashed   "
+                       f"{time.monotonic() - started:.1f} s   (key {signature.stem[:12]}…)")
+    return signature
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
