@@ -30,7 +30,9 @@ _RED, _PLAIN = "\x1b[1;31m", "\x1b[0m"
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_ACCESS = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+)
 _NAME_WIDTH = 10
 
 
@@ -39,7 +41,7 @@ def run_command(json_output: bool) -> Iterator[None]:
     """Turn whatever ends the block into a message and an exit code; also usable as a decorator.
 
     A DflashError gives its message on stderr, or one JSON document {"error": …} on stdout, and its exit code. A full
-    disk, a missing permission and lack of memory become a ResourceError. Ctrl-C gives one line and 130, a reader that
+    disk, a path that cannot be used and lack of memory become a ResourceError. Ctrl-C gives one line and 130, a reader that
     closed stdout gives 141 and silence, and anything else is our bug: a traceback and 1.
 
     Args:
@@ -149,7 +151,7 @@ def _as_dflash_error(err: Exception) -> DflashError | None:
         return ResourceError("NO_SPACE", "no space left on the device", where=_path_of(err),
                              hint="free space, or write to another disk")
     if isinstance(err, OSError) and err.errno in _NO_ACCESS:
-        return ResourceError("NO_ACCESS", f"this user may not do that: {err.strerror}", where=_path_of(err),
+        return ResourceError("NO_ACCESS", f"this path cannot be used: {err.strerror}", where=_path_of(err),
                              hint="check the owner and mode of the path, or choose another")
     return None
 

@@ -1,0 +1,120 @@
+"""dflash-run: make a key, verify a core, look into one. Each command is one function; the work is done elsewhere.
+
+Modules are imported inside the commands, so that `dflash-run --help` stays fast.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .console import ByteProgress, human_bytes, print_json, printable, run_command
+
+app = typer.Typer(
+    help="Verify, inspect and run signed cores.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CoreArgument = Annotated[Path, typer.Argument(metavar="CORE", help="Directory of the core.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+TrustOption = Annotated[
+    Path | None,
+    typer.Option("--trust", metavar="TRUST", help="Trust file; without it ~/.config/dflash/trust.json."),
+]
+
+
+def main() -> None:
+    """Entry point of `dflash-run`."""
+    app()
+
+
+def trust_path(option: Path | None) -> Path:
+    """The trust file that a command uses."""
+    return option or Path.home() / ".config" / "dflash" / "trust.json"
+
+
+@app.command()
+def keygen(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the three files.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Make a signing key: key.pem, public.pem, and trust.json that accepts it."""
+    with run_command(json_output):
+        from .keys import generate_key
+
+        key = generate_key(directory)
+        paths = {"key": key.private_path, "public": key.public_path, "trust": key.trust_path}
+        if json_output:
+            print_json({"keyid": key.keyid, **{name: str(path) for name, path in paths.items()}})
+            return
+        print(f"keyid   {key.keyid}")
+        for name, path in paths.items():
+            print(f"{name:<7} {path}")
+
+
+@app.command()
+def verify(
+    core: CoreArgument,
+    trust: TrustOption = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Also read all weights, and check whole-file digests.")
+    ] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Check that trusted keys have signed exactly the bytes of a core."""
+    with run_command(json_output):
+        from .trust import TrustPolicy
+        from .verify import verify as verify_core
+
+        progress = ByteProgress(json_output)
+        policy = TrustPolicy.load(trust_path(trust))
+        with progress.stage("verify", 0), verify_core(core, policy) as verified:
+            manifest, nbytes = verified.manifest, verified.nbytes
+            progress.done("verify", f"{len(manifest.files) + 1} files   signatures, digests, structure")
+            if full:
+                with progress.stage("read", nbytes) as on_bytes:
+                    verified.read_full(on_bytes)
+                progress.done("read", f"{human_bytes(nbytes)}   every chunk and whole-file digest")
+        if json_output:
+            print_json({
+                "core": str(core), "core_name": manifest.core_name, "release": manifest.release,
+                "core_digest": verified.core_digest, "full": full, "nbytes": nbytes,
+                "signers": [
+                    {"keyid": signer.keyid, "owner": signer.owner, "roles": list(signer.roles)}
+                    for signer in verified.signers
+                ],
+            })
+            return
+        print(f"authentic   {printable(manifest.core_name)}   release {manifest.release}")
+        print(f"digest      {verified.core_digest}")
+        for signer in verified.signers:
+            print(f"signed by   {printable(signer.owner)} ({', '.join(signer.roles)})   key {signer.keyid[:16]}…")
+        if not full:
+            print("weights     each chunk is verified as it is loaded; --full reads them all now")
+
+
+@app.command()
+def inspect(
+    core: CoreArgument,
+    trust: Annotated[
+        Path | None,
+        typer.Option("--trust", metavar="TRUST", help="Verify first; without it nothing is authenticated."),
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show what a core holds: identity, precision, graphs, memory, weights, signers."""
+    with run_command(json_output):
+        from dataclasses import asdict
+
+        from .inspect import inspect_core
+        from .trust import TrustPolicy
+
+        report = inspect_core(core, None if trust is None else TrustPolicy.load(trust))
+        if json_output:
+            print_json(asdict(report))
+            return
+        from .inspect_table import print_report
+
+        print_report(report)
