@@ -14,12 +14,14 @@ from dflash_core.errors import VerificationError
 
 from runtime.bundle import (
     Bundle,
+    StrictJsonError,
     check_signature,
     encode_bundle,
     encode_statement,
     is_name,
     parse_bundle,
     parse_statement,
+    parse_strict_json,
     signed_bytes,
 )
 from tests.toy_core import root_digest, signed_bundle, toy_key, with_root
@@ -146,6 +148,19 @@ def test_rejects_json_that_parsers_read_differently(data: Callable[[], bytes]) -
     assert code_of(lambda: parse_bundle(data(), "x.sig")) == "SIG_MALFORMED"
 
 
+@pytest.mark.parametrize("text", ["1.0", "1e5", "NaN", "-Infinity", "9" * 21, '{"a": 1, "a": 1}', "1 2", "\ufeff1", ""])
+def test_strict_json_refuses(text: str) -> None:
+    with pytest.raises(StrictJsonError):
+        parse_strict_json(text.encode())
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("-7", -7), ("9" * 20, 99999999999999999999), ('{"é": [null]}', {"é": [None]}),
+])
+def test_strict_json_reads(text: str, value: object) -> None:
+    assert parse_strict_json(text.encode()) == value
+
+
 def test_deep_value_in_place_of_a_string_is_a_typed_error() -> None:
     data = b'{"mediaType": ' + b"[" * 900 + b"]" * 900 + b', "verificationMaterial": {}, "dsseEnvelope": {}}'
 
@@ -196,6 +211,10 @@ def resource(**fields: object) -> Callable[[Document], object]:
     return lambda d: d["predicate"]["resources"][0].update(fields)
 
 
+def list_4097_files(resources: list[Document]) -> None:
+    resources[:] = [{"name": f"config/{index}", "algorithm": "sha256", "digest": "1" * 64} for index in range(4097)]
+
+
 @pytest.mark.parametrize(("edit", "code"), [
     pytest.param(lambda d: d.update(_type="https://in-toto.io/Statement/v0.1"), "STMT_UNSUPPORTED", id="type"),
     pytest.param(lambda d: d.update(predicateType="https://model_signing/Digests/v0.1"), "STMT_UNSUPPORTED",
@@ -218,7 +237,7 @@ def resource(**fields: object) -> Callable[[Document], object]:
     pytest.param(lambda d: d["subject"].append(d["subject"][0]), "STMT_MALFORMED", id="two subjects"),
     pytest.param(lambda d: d.pop("subject"), "STMT_MALFORMED", id="no subject"),
     pytest.param(lambda d: d["predicate"].pop("resources"), "STMT_MALFORMED", id="no resources"),
-    pytest.param(lambda d: d["predicate"].update(resources=[None] * 4097), "STMT_MALFORMED", id="4097 files"),
+    pytest.param(with_root(list_4097_files), "STMT_MALFORMED", id="4097 files"),
     pytest.param(lambda d: d.update(predicate=None), "STMT_MALFORMED", id="no predicate"),
     pytest.param(lambda d: d["subject"][0]["digest"].update(sha256="0" * 64), "STMT_ROOT", id="root"),
 ])
