@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,11 +86,12 @@ class OpenedModels:
 
 @dataclass(frozen=True, slots=True)
 class SignedCore:
-    """A finished core."""
+    """A finished core; `digest` is the SHA-256 of its manifest, in hex."""
 
     path: Path
     signature: Path
     manifest: manifest_pb2.RebuildManifest
+    digest: str
 
 
 def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = None) -> SignedCore:
@@ -115,8 +116,8 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
         identity = _identity(models, plan, request, shape, watch)
         unsigned = write_core(staging, identity, weights, recorded, shape)
         signature = _sign(unsigned, key, watch)
-        name = signature.name
-    return SignedCore(request.out, request.out / "signatures" / name, unsigned.manifest)
+        digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
+    return SignedCore(request.out, request.out / "signatures" / signature.name, unsigned.manifest, digest)
 
 
 def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
@@ -212,7 +213,6 @@ def _convert(models: OpenedModels, layout: WeightLayout, staging: Path, watch: P
     checkpoints = {"target": models.target}
     if models.draft is not None:
         checkpoints["draft"] = models.draft.checkpoint
-    started = time.monotonic()
     with watch.stage("convert", layout.size_bytes) as on_bytes:
         weights = convert_weights(layout, checkpoints, staging, on_bytes)
     counts: dict[Format, int] = {}
@@ -221,14 +221,12 @@ def _convert(models: OpenedModels, layout: WeightLayout, staging: Path, watch: P
             counts[placed.spec.format] = counts.get(placed.spec.format, 0) + 1
     listed = ", ".join(f"{fmt.value} {counts[fmt]}" for fmt in FORMATS if fmt in counts)
     before = sum(e.nbytes for c in checkpoints.values() for e in c.tensors.values())
-    watch.done("convert", f"{sum(counts.values())} weights   {_size(before)} → {_size(layout.size_bytes)}   "
-                          f"{time.monotonic() - started:.1f} s   ({listed})")
+    watch.done("convert", f"{sum(counts.values())} weights   {_size(before)} → {_size(layout.size_bytes)}   ({listed})")
     return weights
 
 
 def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest, shape: ServingShape,
               watch: Progress) -> CoreIdentity:
-    started = time.monotonic()
     draft = models.draft if shape.depth else None
     total = identity_nbytes(models.target) + (identity_nbytes(draft.checkpoint) if draft else 0)
     with watch.stage("identify", total) as on_bytes:
@@ -237,7 +235,7 @@ def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest,
         source = None if draft is None else SourceModel(
             draft.checkpoint, hash_files(draft.checkpoint, on_bytes), read_architecture(draft.checkpoint.config))
     files = len(target.files) + (len(source.files) if source else 0)
-    watch.done("identify", f"{files} checkpoint files   {_size(total)} hashed   {time.monotonic() - started:.1f} s")
+    watch.done("identify", f"{files} checkpoint files   {_size(total)} hashed")
     return CoreIdentity(
         core_name=request.core_name or request.out.name.lower(), release=request.release, target=target, draft=source,
         speculation=_speculation(draft.config, shape, request.settings) if draft else None,
@@ -278,12 +276,11 @@ def _arguments(request: ExportRequest) -> tuple[str, ...]:
 
 
 def _sign(unsigned: UnsignedCore, key: PrivateKey, watch: Progress) -> Path:
-    started = time.monotonic()
     total = sum(f.ref.size_bytes for f in unsigned.manifest.files)
     with watch.stage("sign", total) as on_bytes:
         signature = sign_core(unsigned.path, key, on_bytes=on_bytes)
-    watch.done("sign", f"{len(unsigned.manifest.files) + 1} files   {_size(total)} hashed   "
-                       f"{time.monotonic() - started:.1f} s   (key {signature.stem[:12]}…)")
+    files = len(unsigned.manifest.files) + 1
+    watch.done("sign", f"{files} files   {_size(total)} hashed   (key {signature.stem[:12]}…)")
     return signature
 
 
