@@ -41,8 +41,8 @@ def run_command(json_output: bool) -> Iterator[None]:
     """Turn whatever ends the block into a message and an exit code; also usable as a decorator.
 
     A DflashError gives its message on stderr, or one JSON document {"error": …} on stdout, and its exit code. A full
-    disk, a path that cannot be used and lack of memory become a ResourceError. Ctrl-C gives one line and 130, a reader that
-    closed stdout gives 141 and silence, and anything else is our bug: a traceback and 1.
+    disk, a path that cannot be used and lack of memory become a ResourceError. Ctrl-C gives one line and 130, a reader
+    that closed stdout gives 141 and silence, and anything else is our bug: a traceback and 1.
 
     Args:
         json_output: the command was asked for JSON.

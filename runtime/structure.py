@@ -1,10 +1,12 @@
 """Structure rules of a manifest: checked on verified bytes, before anything is allocated by a number they state.
 
     check_manifest_structure(manifest, sizes={"weights/3f….bin": 16640, …})
-    check_graph_set(graph_set, manifest)
+    check_graph_bytes(data)
+    check_graph_set(graph_set, manifest, target_id)
     check_module(data, module, symbols=["verify_attention"])
 
-Graphs are in `structure_graph`, single nodes in `structure_node`, kernel images in `kernel_image`.
+The bytes of a graph file are in `graph_wire`, graphs in `structure_graph`, single nodes in `structure_node`, views in
+`structure_views`, kernel images in `kernel_image`.
 Source: docs/core-format.md.
 """
 
@@ -37,6 +39,7 @@ from dflash_core.v1.graph_pb2 import (
 from dflash_core.v1.manifest_pb2 import IoBinding, ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import FileEntry
 
+from .graph_wire import check_graph_bytes
 from .kernel_image import check_module
 from .structure_graph import check_graph_set
 from .structure_rules import (
@@ -61,7 +64,7 @@ from .structure_rules import (
 )
 from .structure_views import check_views
 
-__all__ = ["check_graph_set", "check_manifest_structure", "check_module"]
+__all__ = ["check_graph_bytes", "check_graph_set", "check_manifest_structure", "check_module"]
 
 _ROLE_FOLDERS = {
     "module": "modules", "graph": "graphs", "weights": "weights", "state": "state", "config": "config",
