@@ -353,7 +353,7 @@ REFUSALS = [
         id="own width",
     ),
     pytest.param(
-        {**DRAFT, "vocab_size": 130}, "DRAFT_VOCABULARY", ["vocab_size is not the target's", "expected 128, got 130"],
+        {**DRAFT, "vocab_size": 130}, "DRAFT_VOCABULARY", ["draft's vocab_size is not", "expected 128, got 130"],
         id="vocabulary",
     ),
     pytest.param({**DRAFT, "draft_vocab_size": 64}, "DRAFT_VOCABULARY", ["draft_vocab_size", "got 64"], id="own vocab"),
