@@ -6,7 +6,6 @@ import pytest
 import torch
 from dflash_core.errors import FormatError
 
-import runtime.ops.conv  # noqa: F401  registers the op
 from runtime.ops.registry import DType, call
 
 BF16 = ml_dtypes.bfloat16

@@ -9,7 +9,6 @@ import torch
 from dflash.model import CandidateSelector
 from dflash_core.errors import FormatError, QualityError
 
-import runtime.ops.selector  # noqa: F401  registers the ops
 from runtime.ops.candidates import top_ids
 from runtime.ops.distribution import inverse_cdf
 from runtime.ops.philox import Purpose, draw
