@@ -21,6 +21,7 @@ from .structure_rules import broken, inside
 _EM_CUDA = 190
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
+_SEGMENT = struct.Struct("<IIQQQQQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _SHT_SYMTAB = 2
 _SHT_NOBITS = 8
@@ -79,6 +80,7 @@ def _read_cubin(data: bytes, place: str) -> tuple[str, Counter[str]]:
     machine, flags = header[2], header[7]
     if machine != _EM_CUDA:
         raise _bad("not for the CUDA machine", place, expected=_EM_CUDA, got=machine)
+    _check_segments(data, header, place)
     sections = _sections(data, header, place)
     return _architecture(data[8], flags), Counter(_entries(data, sections, place))
 
@@ -106,6 +108,19 @@ def _sections(data: bytes, header: tuple[int, ...], place: str) -> list[_Section
                        got=f"{nbytes} bytes at {offset}")
         sections.append(_Section(kind, offset, nbytes, link))
     return sections
+
+
+def _check_segments(data: bytes, header: tuple[int, ...], place: str) -> None:
+    """The program headers, which assemblers write last, and what they load are in the file."""
+    table_offset, entry_bytes, count = header[5], header[9], header[10]
+    if count and (entry_bytes != _SEGMENT.size or not inside(table_offset, count * _SEGMENT.size, len(data))):
+        raise _bad("segment table leaves the file", place, expected=f"within {len(data)} bytes",
+                   got=f"{count} segments of {entry_bytes} bytes at {table_offset}")
+    for index in range(count):
+        _, _, offset, _, _, nbytes, *_ = _SEGMENT.unpack_from(data, table_offset + index * _SEGMENT.size)
+        if not inside(offset, nbytes, len(data)):
+            raise _bad(f"segment {index} leaves the file", place, expected=f"within {len(data)} bytes",
+                       got=f"{nbytes} bytes at {offset}")
 
 
 def _entries(data: bytes, sections: Sequence[_Section], place: str) -> Iterator[str]:

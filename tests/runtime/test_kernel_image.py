@@ -10,25 +10,31 @@ from dflash_core.v1.graph_pb2 import CPU_REGISTRY, CUBIN, PTX, KernelModule
 
 from runtime.structure import check_module
 
+SYMBOLS = 64 + 3 * 64
+"""Where the symbol table of `cubin` starts; its entry 1, "add", is 24 bytes further."""
+SEGMENT = len("\0add\0attend\0") + SYMBOLS + 3 * 24
+
 PTX_TEXT = b".version 8.7\n.target sm_90a\n.address_size 64\n.visible .entry add(\n.param .u64 a)\n{ ret; }\n"
 
 
 def cubin(
-    flags: int = 0x5A | 0x800, abi: int = 7, machine: int = 190, names: tuple[str, ...] = ("add", "attend")
+    flags: int = 0x5A0D5A, abi: int = 7, machine: int = 190, names: tuple[str, ...] = ("add", "attend")
 ) -> bytes:
-    """An ELF64 file with a null section, a symbol table of kernel entries, and its names; no code."""
+    """An ELF64 file laid out as ptxas does: header, sections, symbols, their names, and one segment last; no code."""
     strings = b"\0" + b"".join(name.encode() + b"\0" for name in names)
     symbols = bytes(24) + b"".join(
         struct.pack("<IBBHQQ", strings.index(b"\0" + name.encode() + b"\0") + 1, 0x12, 0x10, 1, 0, 0) for name in names
     )
+    at = SYMBOLS + len(symbols)
     header = struct.pack(
-        "<7sBB7xHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 0x33, abi, 2, machine, 1, 0, 0, 64, flags, 64, 0, 0, 64, 3, 2
+        "<7sBB7xHHIQQQIHHHHHH", b"\x7fELF\x02\x01\x01", 0x33, abi, 2, machine, 1, 0, at + len(strings), 64, flags, 64,
+        56, 1, 64, 3, 2,
     )
-    at = 64 + 3 * 64
     sections = bytes(64)
-    sections += struct.pack("<IIQQQQIIQQ", 0, 2, 0, 0, at, len(symbols), 2, 1, 8, 24)
-    sections += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, at + len(symbols), len(strings), 0, 0, 1, 0)
-    return header + sections + symbols + strings
+    sections += struct.pack("<IIQQQQIIQQ", 0, 2, 0, 0, SYMBOLS, len(symbols), 2, 1, 8, 24)
+    sections += struct.pack("<IIQQQQIIQQ", 0, 3, 0, 0, at, len(strings), 0, 0, 1, 0)
+    segment = struct.pack("<IIQQQQQQ", 1, 5, SYMBOLS, 0, 0, len(symbols), len(symbols), 8)
+    return header + sections + symbols + strings + segment
 
 
 def patched(at: int, value: bytes) -> bytes:
@@ -42,10 +48,10 @@ def module(kind: int = CUBIN, target: str = "sm_90a") -> KernelModule:
 
 ACCEPTED = [
     ("a cubin for sm_90a", cubin(), module()),
-    ("a cubin for sm_80", cubin(flags=0x50), module(target="sm_80")),
-    ("a cubin for sm_100a in the old layout", cubin(flags=0x864), module(target="sm_100a")),
-    ("a cubin for sm_100a in the new layout", cubin(flags=0x6408, abi=8), module(target="sm_100a")),
-    ("a cubin for the family sm_100f", cubin(flags=0x6400, abi=8), module(target="sm_100f")),
+    ("a cubin for sm_80", cubin(flags=0x500550), module(target="sm_80")),
+    ("a cubin for sm_100a in the old layout", cubin(flags=0x640D64), module(target="sm_100a")),
+    ("a cubin for sm_100a in the new layout", cubin(flags=0x600640A, abi=8), module(target="sm_100a")),
+    ("a cubin for the family sm_100f", cubin(flags=0x6006402, abi=8), module(target="sm_100f")),
     ("PTX", PTX_TEXT, module(PTX)),
     ("a CPU registry", b"", module(CPU_REGISTRY, "cpu")),
 ]
@@ -59,14 +65,19 @@ REFUSED = [
     ("a 32-bit file", patched(4, b"\x01"), module()),
     ("a big-endian file", patched(5, b"\x02"), module()),
     ("a host library", cubin(machine=62), module()),
-    ("a cubin for sm_90", cubin(flags=0x5A), module()),
-    ("a cubin for sm_80", cubin(flags=0x50), module()),
-    ("a plain cubin for a target with an a", cubin(flags=0x6400, abi=8), module(target="sm_100a")),
+    ("a cubin for sm_90", cubin(flags=0x5A055A), module()),
+    ("a cubin for sm_80", cubin(flags=0x500550), module()),
+    ("a plain cubin for a target with an a", cubin(flags=0x6006402, abi=8), module(target="sm_100a")),
     ("an absent entry", cubin(names=("add",)), module()),
     ("an entry twice", cubin(names=("add", "attend", "add")), module()),
-    ("an undefined entry", patched(64 + 3 * 64 + 24 + 6, b"\0\0"), module()),
-    ("a device function in place of an entry", patched(64 + 3 * 64 + 24 + 5, b"\0"), module()),
-    ("an object in place of a function", patched(64 + 3 * 64 + 24 + 4, b"\x11"), module()),
+    ("an undefined entry", patched(SYMBOLS + 24 + 6, b"\0\0"), module()),
+    ("a device function in place of an entry", patched(SYMBOLS + 24 + 5, b"\0"), module()),
+    ("an object in place of a function", patched(SYMBOLS + 24 + 4, b"\x11"), module()),
+    ("segments past the end", patched(32, (2**63).to_bytes(8, "little")), module()),
+    ("segments of another size", patched(54, b"\x20\0"), module()),
+    ("two segments where one fits", patched(56, b"\x02\0"), module()),
+    ("a segment past the end", patched(SEGMENT + 8, b"\0\0\0\x7f"), module()),
+    ("a segment one byte too long", patched(SEGMENT + 32, b"\xff\xff"), module()),
     ("sections past the end", patched(40, (2**63).to_bytes(8, "little")), module()),
     ("65,535 sections", patched(60, b"\xff\xff"), module()),
     ("no sections", patched(60, b"\0\0"), module()),
@@ -76,7 +87,7 @@ REFUSED = [
     ("a symbol table of 71 bytes", patched(64 + 64 + 32, b"\x47"), module()),
     ("symbol names in an absent section", patched(64 + 64 + 40, b"\x03"), module()),
     ("symbol names without bytes", patched(64 + 128 + 4, b"\x08"), module()),
-    ("a symbol name past its table", patched(64 + 3 * 64 + 24, b"\xff\xff"), module()),
+    ("a symbol name past its table", patched(SYMBOLS + 24, b"\xff\xff"), module()),
     ("a cubin as PTX", cubin(), module(PTX)),
     ("PTX for another architecture", PTX_TEXT, module(PTX, "sm_100a")),
     ("PTX with two targets", PTX_TEXT + PTX_TEXT, module(PTX)),
