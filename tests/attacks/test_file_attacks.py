@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dflash_core.errors import VerificationError
 
 from runtime.trust import TrustPolicy
 from runtime.verify import verify
@@ -119,6 +120,15 @@ def test_rejects_more_files_than_a_core_may_hold(toy: ToyCore, trust: TrustPolic
 
     with refused("FILE_EXTRA"):
         verify(toy.path, trust)
+
+
+def test_goes_no_deeper_than_a_core_may(toy: ToyCore, trust: TrustPolicy) -> None:
+    (toy.path / "a" / "b" / "c" / "d").mkdir(parents=True)
+
+    with pytest.raises(VerificationError, match="lies too deep") as caught:
+        verify(toy.path, trust)
+
+    assert (caught.value.code, caught.value.where) == ("FILE_EXTRA", "a/b/c")
 
 
 def link_to_its_equal(path: Path) -> None:

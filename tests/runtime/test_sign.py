@@ -9,6 +9,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -273,6 +276,37 @@ def test_file_entry_digests_the_whole_and_each_chunk(tmp_path: Path, size: int) 
         parts = [data[start : start + 4194304] for start in range(0, size, 4194304)]
         assert entry.chunk_bytes == 4194304
         assert entry.chunk_digests == b"".join(hashlib.sha256(part).digest() for part in parts)
+
+
+def test_file_entry_hashes_chunks_in_order_however_slow_a_thread_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowThread(threading.Thread):
+        def run(self) -> None:
+            time.sleep(0.05)
+            super().run()
+
+    data = os.urandom(3 * CHUNK + 7)
+    (tmp_path / "file").write_bytes(data)
+    monkeypatch.setattr(threading, "Thread", SlowThread)
+
+    entry = file_entry(tmp_path / "file", "weights/file.bin", "weights")
+
+    assert entry.ref.digest == hashlib.sha256(data).digest()
+
+
+def test_file_entry_uses_the_memory_of_two_chunks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", 64 << 20)
+
+    tracemalloc.start()
+    try:
+        file_entry(tmp_path / "file", "weights/file.bin", "weights")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < (8 << 20) + 65536
 
 
 @pytest.mark.parametrize("name", ["/weights/x", "weights/X", "a/b/c/d", "weights/x.", ""])
