@@ -1,8 +1,8 @@
 """Root-mean-square normalization, alone and after a residual add.
 
 Rounding, as the published models were trained: the normalized value is rounded to the activation type, then
-multiplied by the weight and rounded again. Rounding once gives other bits: x = 3, 1 (bf16), weight 1.109375: see
-test_norm for the case.
+multiplied by the weight and rounded again. Rounding once gives other bits: for x = 7, 1 and weight 1.125 it gives
+1.578125, 0.224609375 in place of 1.5703125, 0.2255859375; see test_norm.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 MAX_THREADS = 8
 
@@ -20,7 +21,8 @@ def cpu_count() -> int:
 
 
 class Crew:
-    """Worker threads that wait for parts of one call. The caller runs the first part itself."""
+    """Worker threads that wait for parts of one call. The caller runs the first part itself, then helps with the rest,
+    so that a call ends however few threads there are."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -32,26 +34,27 @@ class Crew:
 
     def _work(self) -> None:
         while True:
-            part = self._parts.get()
-            try:
-                part()
-            except BaseException as e:  # handed to the caller, who raises it
-                self._done.put(e)
-            else:
-                self._done.put(None)
+            self._run(self._parts.get())
+
+    def _run(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except BaseException as e:  # handed to the caller, who raises it
+            self._done.put(e)
+        else:
+            self._done.put(None)
 
     def run(self, parts: Sequence[Callable[[], None]]) -> None:
         """Run all parts and return when the last has ended; the first failure is raised."""
         with self._entry:
             for part in parts[1:]:
                 self._parts.put(part)
-            failure: BaseException | None = None
-            try:
-                parts[0]()
-            except BaseException as e:
-                failure = e
-            for _ in parts[1:]:
-                failure = self._done.get() or failure
+            self._run(parts[0])
+            with suppress(queue.Empty):
+                while True:
+                    self._run(self._parts.get_nowait())
+            failures = [self._done.get() for _ in parts]
+        failure = next((f for f in failures if f is not None), None)
         if failure is not None:
             raise failure
 
