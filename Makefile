@@ -66,4 +66,5 @@ $(DEMO)/key.pem: | $(READY)
 $(DEMO)/core: $(DEMO)/key.pem | $(DEMO)/target
 	rm -rf $@
 	$(BIN)/dflash-export $(DEMO)/target --draft examples/smollm2-135m-dflash2 --out $@ --key $(DEMO)/key.pem \
+	  --name smollm2-135m.dflash2 \
 	  --draft-body-quantization mxfp8 --draft-head-quantization nvfp4

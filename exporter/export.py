@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from exporter.draft_tensors import check_draft_tensors
 from exporter.models import dense, dflash2
 from exporter.models.context import StoredWeight
 from exporter.package import CoreIdentity, SourceModel, UnsignedCore, write_core
-from exporter.plan import PrecisionPlan, PrecisionSettings, plan_precision
+from exporter.plan import PlannedTensor, PrecisionPlan, plan_precision
+from exporter.plan_report import PlanReport, report
+from exporter.plan_rules import PrecisionSettings, RecordedPrecision
 from exporter.program.builder import Program, Tensor
 from exporter.program.graphs import Draft, RecordedProgram, record_program
 from exporter.program.serving import ServingShape
@@ -108,7 +110,7 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     check_output(request.out, force=request.force)
     models = open_models(request, watch)
     plan = plan_models(models, request.settings)
-    shape = serving_shape(models, request)
+    shape = serving_shape(models, plan, request)
     layout = layout_weights(weight_specs(models, plan, shape))
     recorded = record(models, plan, layout, shape, request)
     with staged(request.out, force=request.force) as staging:
@@ -118,6 +120,15 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
         signature = _sign(unsigned, key, watch)
         digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
     return SignedCore(request.out, request.out / "signatures" / signature.name, unsigned.manifest, digest)
+
+
+def plan_report(request: ExportRequest, progress: Progress | None = None) -> PlanReport:
+    """What `export` would do with this request; nothing is converted or written. Raises as `export` does."""
+    models = open_models(request, progress or Silent())
+    plan = plan_models(models, request.settings)
+    shape = serving_shape(models, plan, request)
+    layout = layout_weights(weight_specs(models, plan, shape))
+    return report(plan, layout, record(models, plan, layout, shape, request), shape)
 
 
 def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
@@ -144,26 +155,19 @@ def plan_models(models: OpenedModels, settings: PrecisionSettings) -> PrecisionP
                           draft.config if draft else None, settings)
 
 
-def serving_shape(models: OpenedModels, request: ExportRequest) -> ServingShape:
+def serving_shape(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest) -> ServingShape:
     """Sizes of the serving buffers.
 
     Raises:
-        PlanError: DEPTH or CONTEXT; more than the draft's block or the target's context allows.
+        PlanError: CONTEXT; more than the target was made for.
     """
     config, draft = models.target_config, models.draft
     context = request.max_context or min(config.max_position_embeddings, DEFAULT_CONTEXT)
     if context > config.max_position_embeddings:
         raise PlanError("CONTEXT", "the target was not made for this context",
                         expected=f"at most {config.max_position_embeddings}", got=context)
-    depth, candidates = 0, 0
-    if draft is not None:
-        largest = draft.config.block_size - 1
-        depth = largest if request.settings.depth is None else request.settings.depth
-        if depth > largest:
-            raise PlanError("DEPTH", "the draft proposes fewer tokens than the depth asked for",
-                            expected=f"at most {largest}, its block of {draft.config.block_size} less the anchor",
-                            got=depth, hint=f"use --depth {largest} or less")
-        candidates = dflash2.candidates(draft.config) if depth else 0
+    depth = plan.recorded.depth
+    candidates = dflash2.candidates(draft.config) if draft is not None and depth else 0
     return ServingShape(max_batch=max(request.batches), max_context=context, page_tokens=PAGE_TOKENS,
                         chunk_tokens=CHUNK_TOKENS, depth=depth, candidates=candidates, vocab=config.vocab_size)
 
@@ -171,18 +175,23 @@ def serving_shape(models: OpenedModels, request: ExportRequest) -> ServingShape:
 def weight_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape) -> list[WeightSpec]:
     """Every weight of the core, in storage order."""
     shapes = {name: entry.shape for name, entry in models.target.tensors.items()}
-    formats = {t.name: t.format for t in plan.target}
+    formats = _formats(plan.target)
     specs = dense.weight_specs(models.target_config, formats, shapes, shape.max_context)
     if models.draft is not None and shape.depth:
         entries = models.draft.checkpoint.tensors
-        specs += dflash2.weight_specs(models.draft.config, models.draft.names, {t.name: t.format for t in plan.draft},
+        specs += dflash2.weight_specs(models.draft.config, models.draft.names, _formats(plan.draft),
                                       {name: entry.shape for name, entry in entries.items()}, shape.max_context)
-        if plan.proposal_head is not None:
+        if plan.proposal_head is not None and plan.proposal_head.format is not None:
             source = dense.head_source(models.target_config)
             specs.append(WeightSpec(name="head.proposal", blob="head", owner="draft", checkpoint="target",
                                     sources=(source,), recipe="copy/1", format=plan.proposal_head.format,
                                     shape=shapes[source]))
     return specs
+
+
+def _formats(tensors: Iterable[PlannedTensor]) -> dict[str, Format]:
+    """Stored format by the checkpoint's own tensor name."""
+    return {t.source: t.format for t in tensors if t.format is not None}
 
 
 def record(models: OpenedModels, plan: PrecisionPlan, layout: WeightLayout, shape: ServingShape,
@@ -238,13 +247,13 @@ def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest,
     watch.done("identify", f"{files} checkpoint files   {_size(total)} hashed")
     return CoreIdentity(
         core_name=request.core_name or request.out.name.lower(), release=request.release, target=target, draft=source,
-        speculation=_speculation(draft.config, shape, request.settings) if draft else None,
-        online_quantization=plan.online_quantization, online_mxfp8_scope=plan.online_mxfp8_scope,
+        speculation=_speculation(draft.config, shape, plan.recorded) if draft else None,
+        online_quantization=plan.recorded.online_quantization, online_mxfp8_scope=plan.recorded.online_mxfp8_scope,
         tuning_identity=plan.tuning_identity, arguments=_arguments(request))
 
 
 def _speculation(config: DraftConfig, shape: ServingShape,
-                 settings: PrecisionSettings) -> manifest_pb2.RebuildSpeculation:
+                 recorded: RecordedPrecision) -> manifest_pb2.RebuildSpeculation:
     """Recorded as asked for, never as what it means; absent fields keep their meaning."""
     message = manifest_pb2.RebuildSpeculation(
         method=config.method.value, draft_depth=shape.depth, block_size=config.block_size, acceptance_rule="rejection")
@@ -258,10 +267,10 @@ def _speculation(config: DraftConfig, shape: ServingShape,
         message.final_logit_softcapping = config.final_logit_softcapping
     if config.input_embedding_scale != 1:
         message.input_embedding_scale = config.input_embedding_scale
-    if settings.draft_body is not None:
-        message.draft_body_quantization = settings.draft_body
-    if settings.draft_head is not None:
-        message.draft_head_quantization = settings.draft_head
+    if recorded.draft_body_quantization is not None:
+        message.draft_body_quantization = recorded.draft_body_quantization
+    if recorded.draft_head_quantization is not None:
+        message.draft_head_quantization = recorded.draft_head_quantization
     return message
 
 

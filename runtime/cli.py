@@ -1,10 +1,12 @@
-"""dflash-run: make a key, verify a core, look into one. Each command is one function; the work is done elsewhere.
+"""dflash-run: make a key, verify a core, look into one, generate text with it.
 
-Modules are imported inside the commands, so that `dflash-run --help` stays fast.
+Each command is one function; the work is done elsewhere, in modules that are imported inside the command, so that
+`dflash-run --help` stays fast.
 """
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -118,3 +120,42 @@ def inspect(
         from .inspect_table import print_report
 
         print_report(report)
+
+
+@app.command()
+def generate(
+    core: CoreArgument,
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    trust: TrustOption = None,
+    chat: Annotated[bool, typer.Option("--chat", help="As a user message, by the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Probability mass that is kept.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Most likely tokens that are kept; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of every draw.")] = 0,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode without the draft.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Continue a prompt; text goes to stdout as it comes."""
+    with run_command(json_output):
+        from .engine import Request
+        from .generate import generate as generate_text
+        from .trust import TrustPolicy
+
+        request = Request(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+                          speculation=not no_speculation)
+        done = generate_text(core, TrustPolicy.load(trust_path(trust)), prompt, request, chat=chat,
+                             on_text=_ignore_text if json_output else _show_text)
+        if json_output:
+            print_json(done.as_dict())
+            return
+        print()
+        print(f"generate    {done.summary()}", file=sys.stderr)
+
+
+def _show_text(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _ignore_text(piece: str) -> None:
+    """What generated text meets when only the final document is wanted."""

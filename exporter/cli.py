@@ -1,0 +1,128 @@
+"""dflash-export and dflash-combine: arguments in, report out. The work is done in exporter.export."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from dflash_core.errors import UsageError
+
+from runtime.console import ByteProgress, human_bytes, print_json, run_command
+
+export_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+combine_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class ComputeDType(StrEnum):
+    """Element type of activations and K/V cache."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def export_main() -> None:
+    """Entry point of `dflash-export`."""
+    export_app()
+
+
+def combine_main() -> None:
+    """Entry point of `dflash-combine`."""
+    combine_app()
+
+
+@export_app.command()
+def export(
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder of the model, as published.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="CORE", help="Folder of the core to write.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="KEY.pem", help="Private key that signs.")] = None,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", metavar="DRAFT", help="Folder of the DFlash or DFlash2 draft.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="What the core will run on.")] = "cpu",
+    scope: Annotated[
+        str | None,
+        typer.Option("--online-mxfp8-scope", help="Which target inputs become MXFP8: all, or kda-input."),
+    ] = None,
+    draft_body: Annotated[
+        str | None, typer.Option("--draft-body-quantization", help="mxfp8; absent: inherited.")
+    ] = None,
+    draft_head: Annotated[
+        str | None,
+        typer.Option("--draft-head-quantization", help="nvfp4 or mxfp8, a head of its own for the draft; "
+                                                       "absent: the target's."),
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option("--depth", min=0, metavar="K", help="Proposals per step; absent: all of the block.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="R", help="Recipe name or file; absent: by the architecture.")
+    ] = None,
+    compute_dtype: Annotated[
+        ComputeDType, typer.Option("--compute-dtype", help="Type of activations and K/V cache.")
+    ] = ComputeDType.BFLOAT16,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, max=64, help="A batch bucket; repeat for several.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option("--max-context", min=1, help="Most tokens of a sequence; absent: the model's, "
+                                                              "at most 8192.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the core; absent: that of CORE.")] = None,
+    release: Annotated[
+        int, typer.Option("--release", min=0, help="Number of this build; grows with every published one.")
+    ] = 1,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the plan and write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the core if it exists.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Turn a model and its draft into a signed core."""
+    with run_command(json_output):
+        if device != "cpu":
+            raise UsageError("DEVICE", "this exporter makes cores for CPUs only", where="--device", expected="cpu",
+                             got=device)
+        if not plan and (out is None or key is None):
+            missing = "--out" if out is None else "--key"
+            raise UsageError("OPTION_MISSING", f"{missing} is needed to write a core", where=missing,
+                             hint="give it, or pass --plan to write nothing")
+        from exporter.export import ExportRequest, plan_report
+        from exporter.export import export as export_core
+        from exporter.plan_report import print_plan
+        from exporter.plan_rules import PrecisionSettings
+        from runtime.keys import load_private_key
+        from runtime.ops import DType
+
+        request = ExportRequest(
+            target=target, draft=draft, out=out or Path("core"), recipe=recipe, core_name=name, release=release,
+            settings=PrecisionSettings(online_mxfp8_scope=scope, draft_body=draft_body, draft_head=draft_head,
+                                       depth=depth),
+            batches=tuple(sorted(set(batch or [1]))), max_context=max_context, force=force,
+            act=DType.F32 if compute_dtype is ComputeDType.FLOAT32 else DType.BF16)
+        progress = ByteProgress(json_output)
+        if plan:
+            found = plan_report(request, progress)
+            if json_output:
+                print_json(found.as_dict())
+            else:
+                print_plan(found)
+            return
+        assert out is not None and key is not None
+        core = export_core(request, load_private_key(key), progress)
+        size = sum(f.ref.size_bytes for f in core.manifest.files)
+        if json_output:
+            print_json({"core": str(out), "core_name": core.manifest.core_name, "nbytes": size,
+                        "core_digest": core.digest, "keyid": core.signature.stem})
+            return
+        print(f"{out}   {human_bytes(size)}   {core.digest}")
+
+
+@combine_app.command()
+def combine(
+    cores: Annotated[list[Path], typer.Argument(metavar="CORE…", help="The cores to merge.")],
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+) -> None:
+    """Merge cores into one that serves every graph of each (not built yet)."""
+    with run_command(json_output):
+        raise UsageError("NOT_BUILT", "dflash-combine is not built yet", where=", ".join(str(c) for c in cores),
+                         hint="export one core with every batch bucket: dflash-export --batch 1 --batch 4")
