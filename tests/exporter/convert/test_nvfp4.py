@@ -121,6 +121,16 @@ def test_block_too_small_for_its_scale_becomes_zero() -> None:
     assert unpack(quantized.codes)[1] == [8] * 16
 
 
+def test_block_scale_saturates_where_the_global_scale_lost_its_bits() -> None:
+    weight = torch.zeros(1, 16)
+    weight[0, 0] = 3763 * 2.0**-149  # 3763 / 2688 of the least fp32 number: the global scale is that number
+
+    quantized = quantize_nvfp4(weight)
+
+    assert quantized.block_scale.tolist() == [[0x7E]]
+    assert_matches_oracle(weight)
+
+
 SAMPLES = [
     ("bf16", torch.bfloat16, 0.02),
     ("f16", torch.float16, 0.02),

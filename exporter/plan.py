@@ -1,0 +1,358 @@
+"""Choose a format for every tensor, with the origin of every choice, before a weight is read.
+
+    settings = PrecisionSettings(draft_body="mxfp8", draft_head="nvfp4")
+    plan = plan_precision(target, load_recipe("llama"), draft, draft_config, settings)
+    for row in plan_table(plan):
+        print(row.part, row.group, row.formats, row.nbytes_after, row.effective, row.origin.value)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Protocol
+
+from dflash_core.effective import CHECKPOINT, Effective, Origin, Role, effective_precision
+from dflash_core.effective import ONLINE_MXFP8 as MXFP8
+from dflash_core.errors import PlanError
+from dflash_core.formats import FORMATS, Format, divides, packed
+from dflash_core.v1.manifest_pb2 import RebuildManifest, RebuildSpeculation
+
+from exporter.draft_tensors import canonical_name
+from exporter.plan_rules import (
+    BODY_FLAG,
+    DraftFacts,
+    PrecisionSettings,
+    RecordedPrecision,
+    own_quantization,
+    resolve,
+    undeclared_body,
+)
+from exporter.recipe import DRAFT_BODY, ONLINE_MXFP8, Recipe, load_recipe
+from exporter.recipe_match import MatchedTensor, find_rows, match_tensors
+from exporter.safetensors_header import TensorEntry
+
+__all__ = ["PlanRow", "PlannedTensor", "PrecisionPlan", "PrecisionSettings", "plan_precision", "plan_table"]
+
+_SOURCE_FORMATS = {"BF16": Format.BF16, "F16": Format.F16, "F32": Format.F32}
+_HEAD_ROLES = ("head", "embedding")  # a tied head is the embedding table
+
+
+class PlannedCheckpoint(Protocol):
+    """What planning reads of a checkpoint; `exporter.checkpoint.Checkpoint` has it."""
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor and what becomes of it.
+
+    Attributes:
+        name: as the recipe spells it.
+        source: as the checkpoint spells it.
+        role: the recipe's word for it; `group` is the part that reports sum up by.
+        shape: logical shape.
+        source_dtype: as the safetensors header spells it.
+        format: how the core stores it; None when it does not.
+        origin: what decided that.
+        reason: why, in words.
+        skipped: a conversion covers it, but the tensor cannot be converted; `reason` says why.
+        nbytes_before, nbytes_after: in the checkpoint; in the core, scales included.
+    """
+
+    name: str
+    source: str
+    role: str
+    group: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    format: Format | None
+    origin: Origin
+    reason: str
+    skipped: bool
+    nbytes_before: int
+    nbytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPlan:
+    """A format for every tensor of target and draft.
+
+    Attributes:
+        target, draft: in checkpoint order; `draft` is empty when speculation is off.
+        proposal_head: a separate copy of the target's head; None: proposals use the target's own.
+        recorded: what the manifest will say.
+        effective: what that means for each role, with its origin.
+        tuning_identity: SHA-256 over the target's plan; no draft setting changes it.
+    """
+
+    target: tuple[PlannedTensor, ...]
+    draft: tuple[PlannedTensor, ...]
+    proposal_head: PlannedTensor | None
+    recorded: RecordedPrecision
+    effective: tuple[Effective, ...]
+    tuning_identity: bytes
+
+    @property
+    def online_quantization(self) -> str | None:
+        """The manifest's `online_quantization`."""
+        return self.recorded.online_quantization
+
+    @property
+    def skipped(self) -> tuple[PlannedTensor, ...]:
+        """Tensors that a conversion covers and that keep checkpoint precision all the same."""
+        return tuple(tensor for tensor in (*self.target, *self.draft) if tensor.skipped)
+
+    def role(self, role: Role) -> Effective:
+        """The effective precision of one role."""
+        return next(effective for effective in self.effective if effective.role is role)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One line of the plan's table.
+
+    Attributes:
+        part: `target`, `draft` or `proposal head`.
+        group: what the tensors are: `attention`, `body`, `selector`.
+        num_tensors: how many.
+        nbytes_before, nbytes_after: in the checkpoints; in the core. A copy has no bytes before.
+        bits_per_weight: stored bits, scales included; 0 when nothing is stored.
+        formats: words, largest share first.
+        effective, origin: the value that applies to the group, and what decided it.
+    """
+
+    part: str
+    group: str
+    num_tensors: int
+    nbytes_before: int
+    nbytes_after: int
+    bits_per_weight: float
+    formats: tuple[str, ...]
+    effective: str
+    origin: Origin
+
+
+def plan_precision(
+    target: PlannedCheckpoint,
+    target_recipe: Recipe,
+    draft: PlannedCheckpoint | None,
+    draft_config: DraftFacts | None,
+    settings: PrecisionSettings,
+    draft_recipe: Recipe | None = None,
+) -> PrecisionPlan:
+    """Plan the precision of every tensor from names, shapes and dtypes alone.
+
+    Args:
+        target: its config and tensor entries.
+        target_recipe: its family; decides which settings are allowed.
+        draft, draft_config: both or neither.
+        settings: what the user asked for.
+        draft_recipe: None: the one named after the draft's method.
+    Raises:
+        PlanError: the settings do not go together (`exporter.plan_rules.resolve`), or cannot be applied:
+            BODY_UNDECLARED, BODY_OWN_QUANTIZATION, BODY_INELIGIBLE, RETAINED_QUANTIZED, TENSOR_QUANTIZED,
+            HEAD_INELIGIBLE, DRAFT_NAME_TWICE.
+        RecipeError: a recipe does not describe its checkpoint.
+    """
+    assert (draft is None) == (draft_config is None)
+    recorded = resolve(settings, target_recipe, draft_config)
+    effective = _effective(recorded)
+
+    # 1. The target, which no draft setting touches.
+    matched = _match(target_recipe, target.tensors, target.config)
+    planned_target = tuple(_plan_target(tensor, recorded) for tensor in matched)
+
+    # 2. The draft, when one will run.
+    planned_draft: tuple[PlannedTensor, ...] = ()
+    if draft is not None and draft_config is not None and recorded.method is not None:
+        recipe = draft_recipe or load_recipe(recorded.method)
+        body = next(entry for entry in effective if entry.role is Role.DRAFT_BODY)
+        if body.value == MXFP8:
+            _check_body_possible(recipe, draft_config, body)
+        matched = _match(recipe, _by_canonical_name(draft.tensors), draft.config)
+        planned_draft = tuple(_plan_draft(tensor, body) for tensor in matched)
+
+    # 3. The head that proposes.
+    head = _plan_head(planned_target, recorded.draft_head_quantization)
+    return PrecisionPlan(
+        planned_target, planned_draft, head, recorded, effective, _tuning_identity(planned_target, recorded)
+    )
+
+
+def plan_table(plan: PrecisionPlan) -> tuple[PlanRow, ...]:
+    """The plan summed up by part and group, in the order in which groups first appear."""
+    parts = [("target", plan.target), ("draft", plan.draft)]
+    if plan.proposal_head is not None:
+        parts.append(("proposal head", (plan.proposal_head,)))
+    rows = []
+    for part, tensors in parts:
+        groups: dict[str, list[PlannedTensor]] = {}
+        for tensor in tensors:
+            groups.setdefault(tensor.group, []).append(tensor)
+        rows += [_row(plan, part, group, members) for group, members in groups.items()]
+    return tuple(rows)
+
+
+def _effective(recorded: RecordedPrecision) -> tuple[Effective, ...]:
+    """The shared rule, applied to what the manifest will record; a default scope is told from one asked for."""
+    speculation = RebuildSpeculation(
+        method=recorded.method, draft_depth=recorded.depth,
+        draft_body_quantization=recorded.draft_body_quantization,
+        draft_head_quantization=recorded.draft_head_quantization,
+    )
+    manifest = RebuildManifest(
+        online_quantization=recorded.online_quantization, online_mxfp8_scope=recorded.online_mxfp8_scope,
+        speculation=speculation,
+    )
+    rows = effective_precision(manifest)
+    if recorded.online_mxfp8_scope is None:
+        return rows
+    return tuple(replace(row, origin=recorded.scope_origin) if row.role is Role.TARGET else row for row in rows)
+
+
+def _match(
+    recipe: Recipe, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]
+) -> tuple[MatchedTensor, ...]:
+    """Match, after refusing quantized tensors by name: their scales would match no row and hide what is wrong."""
+    odd = [name for name, entry in tensors.items() if entry.dtype not in _SOURCE_FORMATS]
+    for name, row in find_rows(recipe, odd, config).items():
+        if row is None or row.ignored:
+            continue
+        entry = tensors[name]
+        code, what = "TENSOR_QUANTIZED", "tensor is not in an element type that can be planned"
+        if row.keep_reason:
+            code, what = "RETAINED_QUANTIZED", f"tensor that always keeps checkpoint precision ({row.keep_reason}) " \
+                "is shipped quantized"
+        raise PlanError(code, what, where=f"{entry.name} in {entry.shard}", expected=" ".join(_SOURCE_FORMATS),
+                        got=entry.dtype, hint="take the checkpoint as it was first published")
+    return match_tensors(recipe, tensors, config)
+
+
+def _plan_target(tensor: MatchedTensor, recorded: RecordedPrecision) -> PlannedTensor:
+    scope = recorded.online_mxfp8_scope
+    if scope is None or (ONLINE_MXFP8, scope) not in tensor.row.groups:
+        return _kept(tensor)
+    obstacle = _obstacle(tensor.entry.shape, Format.MXFP8)
+    if obstacle:
+        return replace(_kept(tensor), reason=obstacle, skipped=True)
+    return _stored(tensor, Format.MXFP8, recorded.scope_origin, f"online MXFP8, scope {scope}")
+
+
+def _plan_draft(tensor: MatchedTensor, body: Effective) -> PlannedTensor:
+    if body.value == CHECKPOINT or (DRAFT_BODY, "") not in tensor.row.groups:
+        return _kept(tensor)
+    fmt = Format(body.value)
+    obstacle = _obstacle(tensor.entry.shape, fmt)
+    if obstacle:
+        raise PlanError(
+            "BODY_INELIGIBLE", f"draft body cannot be converted: {obstacle}",
+            where=f"{tensor.entry.name} {list(tensor.entry.shape)}", expected=f"rows of whole {fmt.name} blocks",
+            hint="keep the body in checkpoint precision",
+        )
+    by = f"{BODY_FLAG} {fmt.value}" if body.origin is Origin.FLAG else "online MXFP8, scope all"
+    return _stored(tensor, fmt, body.origin, by)
+
+
+def _plan_head(target: Sequence[PlannedTensor], asked: str | None) -> PlannedTensor | None:
+    if asked is None:
+        return None
+    by_role = {tensor.role: tensor for tensor in target if tensor.role in _HEAD_ROLES}
+    source = next(by_role[role] for role in _HEAD_ROLES if role in by_role)
+    fmt = Format(asked)
+    obstacle = _obstacle(source.shape, fmt)
+    if obstacle:
+        raise PlanError("HEAD_INELIGIBLE", f"proposal head cannot be converted: {obstacle}",
+                        where=f"{source.source} {list(source.shape)}", expected=f"rows of whole {fmt.name} blocks",
+                        hint="leave --draft-head-quantization out: proposals then use the target's own head")
+    return replace(
+        source, role="proposal_head", group="head", format=fmt, origin=Origin.FLAG, skipped=False, nbytes_before=0,
+        nbytes_after=packed(fmt, source.shape).total, reason="a copy of the target's head for proposals",
+    )
+
+
+def _check_body_possible(recipe: Recipe, draft: DraftFacts, body: Effective) -> None:
+    asked = BODY_FLAG if body.origin is Origin.FLAG else "--online-mxfp8-scope all, which covers the draft body"
+    if DRAFT_BODY not in recipe.conversions:
+        raise undeclared_body(recipe, asked)
+    if draft.has_own_quantization:
+        raise own_quantization(asked)
+
+
+def _by_canonical_name(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    for name, entry in tensors.items():
+        canonical = canonical_name(name)
+        if canonical in found:
+            raise PlanError("DRAFT_NAME_TWICE", "draft has one tensor under two names", where=canonical,
+                            got=f"{found[canonical].name} and {name}", hint="remove one of the two")
+        found[canonical] = entry
+    return found
+
+
+def _obstacle(shape: Sequence[int], fmt: Format) -> str:
+    """Why a tensor cannot be stored in a block format; empty when it can."""
+    if len(shape) != 2:
+        return f"{len(shape)} dimensions, not 2"
+    if not divides(fmt, shape):
+        return f"last dimension {shape[-1]} is not divisible by {FORMATS[fmt].block}"
+    return ""
+
+
+def _kept(tensor: MatchedTensor) -> PlannedTensor:
+    if tensor.row.ignored:
+        return _stored(tensor, None, Origin.CHECKPOINT, "claimed, and not stored")
+    reason = tensor.row.keep_reason or "no setting asks for a conversion"
+    return _stored(tensor, _SOURCE_FORMATS[tensor.entry.dtype], Origin.CHECKPOINT, reason)
+
+
+def _stored(tensor: MatchedTensor, fmt: Format | None, origin: Origin, reason: str) -> PlannedTensor:
+    entry, role = tensor.entry, tensor.row.role
+    nbytes_after = packed(fmt, entry.shape).total if fmt else 0
+    return PlannedTensor(
+        tensor.name, entry.name, role, role.partition("_")[0], entry.shape, entry.dtype, fmt, origin, reason, False,
+        entry.nbytes, nbytes_after,
+    )
+
+
+def _tuning_identity(target: Sequence[PlannedTensor], recorded: RecordedPrecision) -> bytes:
+    choices = [
+        [tensor.name, list(tensor.shape), tensor.source_dtype, tensor.format.value if tensor.format else ""]
+        for tensor in sorted(target, key=lambda tensor: tensor.name)
+    ]
+    text = json.dumps([recorded.online_quantization, recorded.online_mxfp8_scope, choices], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _row(plan: PrecisionPlan, part: str, group: str, tensors: Sequence[PlannedTensor]) -> PlanRow:
+    shares: dict[str, int] = {}
+    for tensor in tensors:
+        word = tensor.format.value if tensor.format else "not stored"
+        shares[word] = shares.get(word, 0) + tensor.nbytes_after
+    nbytes_after = sum(shares.values())
+    weights = sum(prod(tensor.shape) for tensor in tensors if tensor.format)
+    effective, origin = _group_effective(plan, part, group, tensors)
+    return PlanRow(
+        part, group, len(tensors), sum(tensor.nbytes_before for tensor in tensors), nbytes_after,
+        nbytes_after * 8 / weights if weights else 0.0, tuple(sorted(shares, key=lambda word: -shares[word])),
+        effective, origin,
+    )
+
+
+def _group_effective(
+    plan: PrecisionPlan, part: str, group: str, tensors: Sequence[PlannedTensor]
+) -> tuple[str, Origin]:
+    """A role's value for the groups that its setting reaches, "checkpoint" for all others."""
+    role = {("draft", "body"): Role.DRAFT_BODY, ("proposal head", "head"): Role.DRAFT_HEAD}.get((part, group))
+    if part == "target" and any(tensor.skipped or tensor.origin is not Origin.CHECKPOINT for tensor in tensors):
+        role = Role.TARGET
+    if role is None:
+        return CHECKPOINT, Origin.CHECKPOINT
+    return plan.role(role).text, plan.role(role).origin
