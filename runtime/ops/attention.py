@@ -5,6 +5,7 @@ rounded once to the activation type. (Rounding the probabilities to bf16 first g
 
 Keys are taken a page at a time, at absolute positions, each page at one fixed GEMM shape, and pages are summed in
 order; a page without visible keys adds exact zeros. So a row's bits depend on its own query and its own visible keys.
+Memory that holds no key yet may hold anything, NaN included: it is blanked before it meets a product.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class _QueryTile:
         self.rows = np.zeros((self.kv_heads, self.repeat, TILE_ROWS, self.head_dim), np.float32)
         self.matrix = self.rows.reshape(self.kv_heads, self.repeat * TILE_ROWS, self.head_dim)
 
-    def load(self, q: Array) -> F32Array:
-        """`q`: [rows, heads, head_dim]."""
+    def load(self, q: Array, live: Array) -> F32Array:
+        """Take `q`, [rows, heads, head_dim]; rows that are not `live`, bool [rows], become zeros."""
         count = len(q)
         heads = to_f32(q).reshape(count, self.kv_heads, self.repeat, self.head_dim).transpose(1, 2, 0, 3)
         np.multiply(heads, self.scale, out=self.rows[:, :, :count])
+        self.rows[:, :, :count][:, :, ~live] = 0
         self.rows[:, :, count:] = 0
         return self.matrix
 
@@ -70,6 +72,13 @@ class _QueryTile:
         return result
 
 
+def _blank(keys: F32Array, values: F32Array, absent: Array) -> None:
+    """Zero the keys and values [pages, kv_heads, page_tokens, head_dim] that are `absent`, bool [pages, page_tokens]:
+    a masked key's weight is 0, and 0 times what lies there must be 0."""
+    for side in (keys, values):
+        side.transpose(0, 2, 1, 3)[absent] = 0
+
+
 @op("dflash.attention/1", *SHAPE,
     reads("q", ACT, "groups*block_rows", "heads*head_dim"), reads("positions", I32, "groups*block_rows"),
     reads("slots", I32, "groups"), reads("page_table", I32, "max_slots", "max_pages"), arena("kv", read=True),
@@ -97,8 +106,10 @@ def attention(a: Args) -> Step:
                 pages = tables[slot, :top // cache.page_tokens + 1]
                 key_positions = np.arange(len(pages))[:, None] * cache.page_tokens + offset
                 visible = key_positions[:, None, :] <= padded[None, :, None]
-                tile.load(q[first:last])
-                out[first:last] = tile.attend(_wide(cache.keys[pages]), _wide(cache.values[pages]), visible, count)
+                keys, values = _wide(cache.keys[pages]), _wide(cache.values[pages])
+                _blank(keys[-1:], values[-1:], key_positions[-1:] > top)
+                tile.load(q[first:last], padded[:count] >= 0)
+                out[first:last] = tile.attend(keys, values, visible, count)
 
     return run
 
@@ -148,12 +159,13 @@ def block_attention(a: Args) -> Step:
                 keys[count + i, :, :rows.stop - rows.start] = to_f32(k[rows]).transpose(1, 0, 2)
                 values[count + i, :, :rows.stop - rows.start] = to_f32(v[rows]).transpose(1, 0, 2)
             key_positions = np.concatenate([key_positions, block.reshape(block_pages, page)])
+            _blank(keys, values, key_positions < 0)
             for first in range(base, base + block_rows, TILE_ROWS):
                 last = min(first + TILE_ROWS, base + block_rows)
                 query = np.full(TILE_ROWS, -1)
                 query[:last - first] = positions[first:last]
                 visible = _visible(query[None, :, None], key_positions[:, None, :], causal, window)
-                tile.load(q[first:last])
+                tile.load(q[first:last], query[:last - first] >= 0)
                 out[first:last] = tile.attend(keys, values, visible, last - first)
 
     return run
