@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from dflash_core.errors import CompatibilityError
@@ -70,6 +70,7 @@ class LoadedCore:
         self.manifest: manifest_pb2.RebuildManifest = mapped.checked.verified.manifest
         self.core_digest = mapped.checked.verified.core_digest
         self.io: dict[str, Array] = {b.name: self._bound(b) for b in self.manifest.contract.io}
+        self._flat = {name: array.reshape(-1) for name, array in self.io.items()}
         self.symbols = {s.name: mapped.checked.symbols[s.symbol_id] for s in self.manifest.symbols}
 
     def __enter__(self) -> Self:
@@ -85,6 +86,19 @@ class LoadedCore:
     def _bound(self, binding: manifest_pb2.IoBinding) -> Array:
         return np.ndarray(tuple(binding.shape), DTYPE_BY_NAME[binding.dtype].numpy,
                           self._mapped.memory[binding.buffer_id].data, binding.offset)
+
+    def put(self, name: str, offset: int, values: Sequence[int] | Sequence[float]) -> None:
+        """Write consecutive elements of a binding, counted from its first."""
+        self._flat[name][offset:offset + len(values)] = values
+
+    def get(self, name: str, offset: int, count: int) -> list[Any]:
+        """Read consecutive elements of a binding."""
+        found: list[Any] = self._flat[name][offset:offset + count].tolist()
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a binding; KeyError when the core has none of that name."""
+        return tuple(self.io[name].shape)
 
     def file(self, path: str) -> bytes | None:
         """The bytes of a model file that the core carries as published ("tokenizer.json"), or None."""

@@ -43,7 +43,10 @@ class Engine:
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._can_speculate = "proposals" in core.io
+        self._max_pages = core.shape("page_table")[1]
+        (self._chunk_tokens,) = core.shape("chunk_tokens")
+        self._can_speculate = any(binding.name == "proposal_ids" for binding in contract.io)
+        self._depth, self._candidates = core.shape("proposal_ids")[1:] if self._can_speculate else (0, 0)
 
     @property
     def idle(self) -> bool:
@@ -131,15 +134,14 @@ class Engine:
             sequence.slot = self._free_slots.pop()
             sequence.pages = self.pages.take(self._pages_needed(sequence))
             self._running.append(sequence)
-            io, slot, request = self.core.io, sequence.slot, sequence.request
-            io["length"][slot] = 0
-            io["limit"][slot] = sequence.limit
-            io["page_table"][slot] = 0
-            io["page_table"][slot, :len(sequence.pages)] = sequence.pages
-            io["temperature"][slot] = request.temperature
-            io["top_p"][slot] = request.top_p
-            io["top_k"][slot] = request.top_k
-            io["seed"][slot] = request.seed
+            put, slot, request = self.core.put, sequence.slot, sequence.request
+            put("length", slot, [0])
+            put("limit", slot, [sequence.limit])
+            put("page_table", slot * self._max_pages, sequence.pages + [0] * (self._max_pages - len(sequence.pages)))
+            put("temperature", slot, [request.temperature])
+            put("top_p", slot, [request.top_p])
+            put("top_k", slot, [request.top_k])
+            put("seed", slot, [request.seed])
 
     def _release(self, sequence: Sequence) -> None:
         self.pages.give_back(sequence.pages)
@@ -149,44 +151,45 @@ class Engine:
 
     def _launch(self, role: str, sequences: list[Sequence]) -> None:
         graph = self.core.graph(role, len(sequences))
-        slots = self.core.io["slots"]
-        slots[:] = -1
-        slots[:len(sequences)] = [s.slot for s in sequences]
+        self.core.put("slots", 0, [s.slot for s in sequences] + [-1] * (self.max_batch - len(sequences)))
         graph.run()
 
     def _prefill(self, sequence: Sequence) -> list[StepOutput]:
-        io = self.core.io
-        chunk = sequence.prompt[sequence.prefilled:sequence.prefilled + len(io["chunk_tokens"])]
-        io["chunk_tokens"][:] = 0
-        io["chunk_tokens"][:len(chunk)] = chunk
-        io["chunk_count"][0] = len(chunk)
+        chunk = sequence.prompt[sequence.prefilled:sequence.prefilled + self._chunk_tokens]
+        self.core.put("chunk_tokens", 0, [*chunk, *[0] * (self._chunk_tokens - len(chunk))])
+        self.core.put("chunk_count", 0, [len(chunk)])
         self._launch("prefill", [sequence])
         sequence.prefilled += len(chunk)
         if sequence.prefilled < len(sequence.prompt):
             return []
-        token = int(io["sampled"][0])
-        return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], [token]))]
+        tokens = self.core.get("sampled", 0, 1)
+        return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], tokens))]
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         anchors = [s.tokens[-1] for s in sequences]
         self._launch("decode", sequences)
-        tokens = self.core.io["sampled"].tolist()
+        tokens = self.core.get("sampled", 0, len(sequences))
         return [StepOutput(s, s.commit(StepKind.DECODE, anchors[lane], [tokens[lane]]))
                 for lane, s in enumerate(sequences)]
 
     def _verify(self, sequences: list[Sequence]) -> list[StepOutput]:
-        io = self.core.io
+        lanes, depth, ids = len(sequences), self._depth, self._depth * self._candidates
         self._launch("draft", sequences)
-        proposals, candidates = io["proposals"].tolist(), io["proposal_ids"].tolist()
+        proposals = self.core.get("proposals", 0, lanes * depth)
+        candidates = self.core.get("proposal_ids", 0, lanes * ids)
         anchors = [s.tokens[-1] for s in sequences]
         self._launch("verify", sequences)
-        emitted, produced, accepted = io["emitted"].tolist(), io["produced"].tolist(), io["accepted"].tolist()
+        emitted = self.core.get("emitted", 0, lanes * (1 + depth))
+        produced, accepted = self.core.get("produced", 0, lanes), self.core.get("accepted", 0, lanes)
         outputs = []
         for lane, sequence in enumerate(sequences):
-            live = min(len(proposals[lane]), sequence.limit - len(sequence.prompt) - len(sequence.tokens))
+            live = min(depth, sequence.limit - len(sequence.prompt) - len(sequence.tokens))
+            first, block = lane * ids, lane * (1 + depth)
             record = sequence.commit(
-                StepKind.VERIFY, anchors[lane], emitted[lane][:produced[lane]],
-                proposals=tuple(proposals[lane][:live]), candidates=tuple(tuple(c) for c in candidates[lane][:live]),
+                StepKind.VERIFY, anchors[lane], emitted[block:block + produced[lane]],
+                proposals=tuple(proposals[lane * depth:lane * depth + live]),
+                candidates=tuple(tuple(candidates[first + i * self._candidates:first + (i + 1) * self._candidates])
+                                 for i in range(live)),
                 accepted=accepted[lane])
             outputs.append(StepOutput(sequence, record))
         return outputs
