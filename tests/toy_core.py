@@ -102,12 +102,30 @@ class ToyCore:
     def signature(self, key: ToyKey | None = None) -> Path:
         return self.path / "signatures" / f"{(key or toy_key()).keyid}.sig"
 
-    def edit_manifest(self, edit: Callable[[RebuildManifest], object]) -> None:
-        """Change the manifest and sign the result with the trusted key."""
+    def edit_manifest(self, edit: Callable[[RebuildManifest], object], *, sign: bool = True) -> None:
+        """Change the manifest, and sign the result with the trusted key."""
         manifest = self.manifest()
         edit(manifest)
         (self.path / "manifest.pb").write_bytes(manifest.SerializeToString(deterministic=True))
-        self.sign()
+        if sign:
+            self.sign()
+
+    def replace_graph(self, data: bytes, *, sign: bool = True) -> str:
+        """Put other bytes in place of the graph file, and sign that; returns the file's name."""
+        digest = hashlib.sha256(data)
+        name = f"graphs/{digest.hexdigest()}.pb"
+        (self.path / self.graph).unlink()
+        (self.path / name).write_bytes(data)
+        ref = w.FileRef(algorithm=w.SHA256, digest=digest.digest(), size_bytes=len(data))
+
+        def edit(manifest: RebuildManifest) -> None:
+            entry = next(entry for entry in manifest.files if entry.role == "graph")
+            entry.path = name
+            entry.ref.CopyFrom(ref)
+            manifest.graph_files[0].file.CopyFrom(ref)
+
+        self.edit_manifest(edit, sign=sign)
+        return name
 
     def sign(
         self, key: ToyKey | None = None, *, statement: Edit | None = None, bundle: Edit | None = None,

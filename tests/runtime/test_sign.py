@@ -183,11 +183,7 @@ def test_function_that_signs_with_another_key_leaves_no_signature(toy: ToyCore) 
 
 
 def edit_only(edit: Callable[[RebuildManifest], object]) -> Callable[[ToyCore], None]:
-    def apply(toy: ToyCore) -> None:
-        manifest = toy.manifest()
-        edit(manifest)
-        (toy.path / "manifest.pb").write_bytes(manifest.SerializeToString())
-    return apply
+    return lambda toy: toy.edit_manifest(edit, sign=False)
 
 
 def change_byte(part: Callable[[ToyCore], str]) -> Callable[[ToyCore], None]:
@@ -222,6 +218,7 @@ def link(toy: ToyCore) -> None:
     pytest.param(edit_only(lambda m: setattr(m, "format_version", 2)), "VERSION_UNSUPPORTED", id="version"),
     pytest.param(edit_only(lambda m: m.required_features.append("x")), "FEATURE_UNSUPPORTED", id="feature"),
     pytest.param(edit_only(lambda m: setattr(m.tensor_views[0], "offset_bytes", 256)), "VIEW_RANGE", id="view"),
+    pytest.param(lambda toy: toy.replace_graph(b"\x08", sign=False), "MANIFEST_MALFORMED", id="graph"),
     pytest.param(lambda toy: (toy.path / "manifest.pb").write_bytes(b"\x08"), "MANIFEST_MALFORMED",
                  id="manifest cut off"),
 ])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from dflash_core.errors import DflashError
+from dflash_core.v1.graph_pb2 import CUBIN, KernelModule
 from dflash_core.v1.manifest_pb2 import RebuildManifest
 from dflash_core.v1.weights_pb2 import FileEntry, FileRef
 
@@ -358,6 +359,10 @@ def other_path(manifest: RebuildManifest) -> None:
     manifest.files[3].path = "config/other"
 
 
+def other_weights(manifest: RebuildManifest) -> None:
+    manifest.files[1].ref.digest = manifest.weight_blobs[1].file.digest = bytes(32)
+
+
 def cut_first_file(manifest: RebuildManifest) -> None:
     del manifest.files[3]
 
@@ -372,6 +377,7 @@ def cut_first_file(manifest: RebuildManifest) -> None:
     pytest.param(lambda m: m.files.append(m.files[3]), "MANIFEST_TABLE", id="lists a file twice"),
     pytest.param(other_path, "MANIFEST_TABLE", id="another path"),
     pytest.param(lambda m: setattr(m.files[3].ref, "digest", bytes(32)), "MANIFEST_TABLE", id="another digest"),
+    pytest.param(other_weights, "MANIFEST_TABLE", id="another digest of weights"),
     pytest.param(lambda m: setattr(m.files[3].ref, "size_bytes", 3), "FILE_SIZE", id="another size"),
     pytest.param(lambda m: setattr(m.files[0].ref, "size_bytes", 1 << 62), "FILE_SIZE", id="a huge size"),
     pytest.param(lambda m: m.files[0].ClearField("chunk_digests"), "MANIFEST_TABLE", id="no chunk list"),
@@ -407,26 +413,8 @@ def test_rejects_signed_bytes_that_are_no_manifest(toy: ToyCore, data: bytes, co
     assert code_of(lambda: verify(toy.path, policy())) == code
 
 
-def replace_graph(toy: ToyCore, data: bytes) -> str:
-    """Put other bytes in place of the graph file, and sign that."""
-    digest = hashlib.sha256(data)
-    name = f"graphs/{digest.hexdigest()}.pb"
-    (toy.path / toy.graph).unlink()
-    (toy.path / name).write_bytes(data)
-    ref = FileRef(algorithm=1, digest=digest.digest(), size_bytes=len(data))
-
-    def edit(manifest: RebuildManifest) -> None:
-        entry = next(entry for entry in manifest.files if entry.role == "graph")
-        entry.path = name
-        entry.ref.CopyFrom(ref)
-        manifest.graph_files[0].file.CopyFrom(ref)
-
-    toy.edit_manifest(edit)
-    return name
-
-
 def test_rejects_signed_bytes_that_are_no_graph_set(toy: ToyCore) -> None:
-    name = replace_graph(toy, b"\x08")
+    name = toy.replace_graph(b"\x08")
 
     error = error_of(lambda: verify(toy.path, policy()))
 
@@ -439,9 +427,25 @@ def test_rejects_signed_graph_that_breaks_a_rule(toy: ToyCore) -> None:
         graph_set = core.graph_set(core.manifest.graph_files[0])
     graph_set.graphs[0].edges[0].to = 9
     assert graph_set.SerializeToString() != data
-    replace_graph(toy, graph_set.SerializeToString())
+    toy.replace_graph(graph_set.SerializeToString())
 
     assert code_of(lambda: verify(toy.path, policy())) == "GRAPH_REF"
+
+
+def test_rejects_signed_module_that_is_no_kernel_image(toy: ToyCore) -> None:
+    digest = hashlib.sha256(b"no cubin")
+    name = f"modules/{digest.hexdigest()}.cubin"
+    (toy.path / "modules").mkdir()
+    (toy.path / name).write_bytes(b"no cubin")
+    ref = FileRef(algorithm=1, digest=digest.digest(), size_bytes=8)
+
+    def edit(manifest: RebuildManifest) -> None:
+        manifest.files.append(FileEntry(ref=ref, path=name, role="module"))
+        manifest.modules.append(KernelModule(module_id=1, kind=CUBIN, target="sm_90a", file=ref))
+
+    toy.edit_manifest(edit)
+
+    assert code_of(lambda: verify(toy.path, policy())) == "KERNEL_IMAGE"
 
 
 def test_rejects_core_without_a_manifest(toy: ToyCore) -> None:
