@@ -97,7 +97,7 @@ def _architecture(abi_version: int, flags: int) -> str:
 def _sections(data: bytes, header: tuple[int, ...], place: str) -> list[_Section]:
     """Every section, after checking that its bytes are in the file."""
     table_offset, entry_bytes, count = header[6], header[11], header[12]
-    if entry_bytes != _SECTION.size or count == 0 or not inside(table_offset, count * _SECTION.size, len(data)):
+    if entry_bytes != _SECTION.size or not inside(table_offset, count * _SECTION.size, len(data)):
         raise _bad("section table leaves the file", place, expected=f"within {len(data)} bytes",
                    got=f"{count} sections of {entry_bytes} bytes at {table_offset}")
     sections = []

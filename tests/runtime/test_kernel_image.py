@@ -37,8 +37,8 @@ def cubin(
     return header + sections + symbols + strings + segment
 
 
-def patched(at: int, value: bytes) -> bytes:
-    data = cubin()
+def patched(at: int, value: bytes, data: bytes | None = None) -> bytes:
+    data = cubin() if data is None else data
     return data[:at] + value + data[at + len(value) :]
 
 
@@ -52,6 +52,8 @@ ACCEPTED = [
     ("a cubin for sm_100a in the old layout", cubin(flags=0x640D64), module(target="sm_100a")),
     ("a cubin for sm_100a in the new layout", cubin(flags=0x600640A, abi=8), module(target="sm_100a")),
     ("a cubin for the family sm_100f", cubin(flags=0x6006402, abi=8), module(target="sm_100f")),
+    ("a cubin without segments", patched(54, bytes(4)), module()),
+    ("a section that takes no bytes of the file", patched(64 + 4, b"\x08", patched(64 + 32, b"\xff" * 7)), module()),
     ("PTX", PTX_TEXT, module(PTX)),
     ("a CPU registry", b"", module(CPU_REGISTRY, "cpu")),
 ]
@@ -90,7 +92,8 @@ REFUSED = [
     ("a symbol name past its table", patched(SYMBOLS + 24, b"\xff\xff"), module()),
     ("a cubin as PTX", cubin(), module(PTX)),
     ("PTX for another architecture", PTX_TEXT, module(PTX, "sm_100a")),
-    ("PTX with two targets", PTX_TEXT + PTX_TEXT, module(PTX)),
+    ("PTX with two targets", PTX_TEXT + b".target sm_80\n", module(PTX)),
+    ("PTX without a target", PTX_TEXT.replace(b".target", b"//"), module(PTX)),
     ("PTX with a zero byte", PTX_TEXT + b"\0", module(PTX)),
     ("PTX without the entry", PTX_TEXT.replace(b" add(", b" sub("), module(PTX)),
     ("PTX with the entry twice", PTX_TEXT + b".entry add()", module(PTX)),
