@@ -21,7 +21,7 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from dflash_core.errors import PolicyError, UsageError
+from dflash_core.errors import PolicyError, ResourceError, UsageError
 
 PrivateKey = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
@@ -67,12 +67,12 @@ def generate_key(directory: Path, curve: str = Curve.P256) -> GeneratedKey:
         The key id and the three paths.
     Raises:
         UsageError: one of the three files exists (KEY_EXISTS), or the curve is another (KEY_UNSUPPORTED).
+        ResourceError: KEY_UNWRITABLE; no file is left.
     """
     if curve not in list(Curve):
         raise UsageError(
             "KEY_UNSUPPORTED", "signing keys use one of three curves", expected="p256, p384 or p521", got=curve
         )
-    directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / name for name in ("key.pem", "public.pem", "trust.json")]
     for path in paths:
         if path.exists() or path.is_symlink():
@@ -92,9 +92,18 @@ def generate_key(directory: Path, curve: str = Curve.P256) -> GeneratedKey:
         "require": ["builder"],
         "revoked_keys": [], "revoked_sha256": [], "min_release": {},
     }
-    _write_new(paths[0], private_pem, 0o600)
-    _write_new(paths[1], public_pem, 0o644)
-    _write_new(paths[2], (json.dumps(trust, indent=1) + "\n").encode("ascii"), 0o644)
+    trust_json = (json.dumps(trust, indent=1) + "\n").encode("ascii")
+    written: list[Path] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, data, mode in zip(paths, (private_pem, public_pem, trust_json), (0o600, 0o644, 0o644), strict=True):
+            _write_new(path, data, mode)
+            written.append(path)
+    except OSError as err:
+        for path in written:
+            path.unlink()
+        raise ResourceError("KEY_UNWRITABLE", f"cannot write the key: {err.strerror}", where=str(directory),
+                            hint="choose a directory that you can write") from err
     return GeneratedKey(name, *paths)
 
 
@@ -187,5 +196,9 @@ def _unsupported(where: str, got: str) -> PolicyError:
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "wb") as stream:
-        stream.write(data)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+    except OSError:
+        path.unlink()
+        raise

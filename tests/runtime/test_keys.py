@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -71,6 +72,23 @@ def test_keygen_overwrites_nothing(tmp_path: Path, name: str) -> None:
 
 def test_keygen_rejects_another_curve(tmp_path: Path) -> None:
     assert code_of(lambda: generate_key(tmp_path, "ed25519")) == "KEY_UNSUPPORTED"
+
+
+def test_keygen_names_a_directory_that_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    assert code_of(lambda: generate_key(tmp_path / "file" / "keys")) == "KEY_UNWRITABLE"
+
+
+def test_keygen_leaves_nothing_of_its_own_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overtaken(*arguments: object, **options: object) -> str:
+        (tmp_path / "trust.json").touch()
+        return "{}"
+
+    monkeypatch.setattr(json, "dumps", overtaken)
+
+    assert code_of(lambda: generate_key(tmp_path)) == "KEY_UNWRITABLE"
+    assert [path.name for path in tmp_path.iterdir()] == ["trust.json"]
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660, 0o644])

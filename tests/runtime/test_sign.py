@@ -229,6 +229,12 @@ def test_signs_no_core_that_would_be_refused(toy: ToyCore, change: Callable[[Toy
     assert not (toy.path / "signatures").exists()
 
 
+def test_rejects_file_in_place_of_the_signatures_directory(toy: ToyCore) -> None:
+    (toy.path / "signatures").touch()
+
+    assert code_of(lambda: sign_core(toy.path, KEY.private)) == "FILE_TYPE"
+
+
 def test_rejects_key_on_another_curve(toy: ToyCore) -> None:
     assert code_of(lambda: sign_core(toy.path, ec.generate_private_key(ec.SECP256K1()))) == "KEY_UNSUPPORTED"
 
