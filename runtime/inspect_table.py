@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -50,7 +51,7 @@ def _lines(report: CoreReport) -> Iterable[str]:
 
 
 def _model_lines(label: str, model: Model) -> Iterable[str]:
-    yield _line(label, f"{model.repository}   {model.architecture}")
+    yield _line(label, f"{model.repository or '(repository not recorded)'}   {model.architecture}")
     yield _line("", f"revision {model.revision or 'not recorded'}")
     if model.files:
         yield _line("", f"{model.files} checkpoint files   {human_bytes(model.nbytes)}")
@@ -69,7 +70,7 @@ def _tables(report: CoreReport) -> Iterable[tuple[str, Table]]:
         {"graph": "left", "role": "left", "batch": "right", "tokens": "right", "nodes": "right", "kernels": "left"},
         (
             (f"{item.target}:{item.name}", item.role, str(item.batch), str(item.query_tokens), str(item.nodes),
-             ", ".join(f"{count} {name}" for name, count in item.kernels.items()))
+             ", ".join(f"{count}×{name}" for name, count in item.kernels.items()))
             for item in report.graphs
         ),
     )
@@ -99,10 +100,10 @@ def _bits(bits_per_weight: float | None) -> str:
     return "shared" if bits_per_weight is None else f"{bits_per_weight:.2f}"
 
 
-def _table(columns: Mapping[str, str], rows: Iterable[tuple[str, ...]]) -> Table:
+def _table(columns: Mapping[str, Literal["left", "right"]], rows: Iterable[tuple[str, ...]]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name, justify in columns.items():
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        table.add_column(name, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(printable(cell) for cell in row))
     return table

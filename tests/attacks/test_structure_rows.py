@@ -6,52 +6,22 @@ nodes that copy buffer 1 to 2 and 2 to 3.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from dflash_core.v1 import graph_pb2 as g
-from dflash_core.v1.graph_pb2 import GraphSet
 from dflash_core.v1.manifest_pb2 import RebuildManifest
-from dflash_core.v1.weights_pb2 import FileEntry, FileRef, TensorView
+from dflash_core.v1.weights_pb2 import FileEntry, TensorView
 
 from runtime.trust import TrustPolicy
 from runtime.verify import verify
 from tests.attacks.limits import refused
+from tests.edit_core import add_file, edit_graphs
 from tests.toy_core import ToyCore
 
 UNKNOWN = b"\xa0\x1f\x01"
 CUBIN_HEADER = b"\x7fELF\x02\x01\x01\x33\x07" + bytes(9) + b"\xbe\0" + bytes(44)
-
-
-def add_file(toy: ToyCore, manifest: RebuildManifest, role: str, name: str, data: bytes) -> FileRef:
-    """Put a further small file into the core and the manifest."""
-    path = toy.path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(data)
-    ref = FileRef(algorithm=1, digest=hashlib.sha256(data).digest(), size_bytes=len(data))
-    manifest.files.append(FileEntry(path=name, role=role, ref=ref))
-    return ref
-
-
-def replace_graph_bytes(toy: ToyCore, data: bytes) -> None:
-    """Put other bytes where the graph file was, and sign the result."""
-    (toy.path / toy.graph).write_bytes(data)
-
-    def adjust(manifest: RebuildManifest) -> None:
-        for entry in manifest.files:
-            if entry.path == toy.graph:
-                entry.ref.digest, entry.ref.size_bytes = hashlib.sha256(data).digest(), len(data)
-                manifest.graph_files[0].file.CopyFrom(entry.ref)
-
-    toy.edit_manifest(adjust)
-
-
-def edit_graphs(toy: ToyCore, edit: Callable[[GraphSet], object]) -> None:
-    graphs = GraphSet.FromString((toy.path / toy.graph).read_bytes())
-    edit(graphs)
-    replace_graph_bytes(toy, graphs.SerializeToString())
 
 
 def entry_of(toy: ToyCore, manifest: RebuildManifest, name: str) -> FileEntry:

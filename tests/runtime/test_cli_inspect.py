@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 from dflash_core.v1 import graph_pb2 as g
+from dflash_core.v1.graph_pb2 import GraphSet
 from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest, RebuildSpeculation, SourceFile
 from dflash_core.v1.weights_pb2 import TensorView
 from typer.testing import CliRunner, Result
 
 from runtime.cli import app
+from tests.edit_core import edit_graphs
 from tests.toy_core import ToyCore, make_toy_core, toy_key, trust_document, write_trust
 
 
@@ -98,7 +100,7 @@ def test_keygen_says_that_a_path_cannot_be_used(tmp_path: Path):
     assert result.exit_code == 6
     assert result.stdout == ""
     assert result.stderr.splitlines()[:2] == [
-        "error: this path cannot be used: Not a directory", f"   at: {tmp_path / 'file' / 'keys'}",
+        "error: cannot write the key: Not a directory", f"   at: {tmp_path / 'file' / 'keys'}",
     ]
 
 
@@ -110,6 +112,7 @@ def test_verify_names_the_core_and_its_signer(toy: ToyCore, trust: str):
     assert lines[0] == "authentic   toy   release 1"
     assert lines[2] == f"signed by   tests (builder)   key {toy_key().keyid[:16]}…"
     assert "--full" in lines[3]
+    assert "--full" not in run("verify", toy.path, "--trust", trust, "--full").stdout
     assert result.stderr.startswith("verify      6 files   signatures, digests, structure   0.")
 
 
@@ -236,6 +239,57 @@ def test_inspect_shows_identity_precision_graphs_memory_and_weights(toy: ToyCore
     assert report["signers"] == [{"keyid": toy_key().keyid, "owner": "tests", "roles": ["builder"]}]
 
 
+def test_inspect_counts_the_nodes_that_a_bucket_launches(toy: ToyCore):
+    def add_template(graphs: GraphSet) -> None:
+        nodes = [*graphs.graphs[0].nodes, g.GraphNode(node_id=2, kind=g.EMPTY)]
+        graphs.templates.add(template_id=7, nodes=nodes)
+        graphs.graphs.add(name="decode_2", role="decode", template_id=7, bucket=g.Bucket(batch=2, query_tokens=3),
+                          overrides=[g.NodeOverride(node_id=1, kernel_id=1)])
+
+    def add_kernel(manifest: RebuildManifest) -> None:
+        kernel = manifest.kernels.add()
+        kernel.CopyFrom(manifest.kernels[0])
+        kernel.kernel_id, kernel.name = 1, "add_wide"
+        manifest.graph_files[0].graph_names.append("decode_2")
+        manifest.provenance.export_device = "H200"
+        manifest.buffers[4].device_target = 0
+
+    toy.edit_manifest(add_kernel)
+    edit_graphs(toy, add_template)
+
+    report = document(run("inspect", toy.path, "--json"))
+
+    assert report["graphs"][1] == {
+        "target": "cpu", "name": "decode_2", "role": "decode", "batch": 2, "query_tokens": 3, "nodes": 3,
+        "kernels": {"add": 1, "add_wide": 1, "empty": 1},
+    }
+    assert report["export_device"] == "H200"
+    assert {"buffer_class": "kv_arena", "target": "cpu", "buffers": 1, "nbytes": 512,
+            "per_symbol": {"kv_pages": 23_040}} in report["memory"]
+    assert "exported  by dflash (version not recorded) on H200" in run("inspect", toy.path).stdout
+
+
+def test_inspect_shows_a_core_without_a_draft(tmp_path: Path):
+    toy = make_toy_core(tmp_path / "core")
+
+    report = document(run("inspect", toy.path, "--json"))
+    text = run("inspect", toy.path).stdout
+
+    assert (report["draft"], report["speculation"], report["export_device"]) == (None, None, None)
+    assert "draft     none\n" in text
+    assert "exported  by dflash (version not recorded) without a device\n" in text
+    assert "checkpoint files" not in text
+    assert "signers" not in text
+
+
+def test_numbers_stand_under_each_other(toy: ToyCore):
+    lines = run("inspect", toy.path).stdout.splitlines()
+
+    assert [line.rstrip() for line in lines if line.startswith(("weights   ", "state "))] == [
+        "weights          3   4.2 MB", "state            1    256 B",
+    ]
+
+
 def test_the_text_fits_80_columns_and_needs_no_colour(toy: ToyCore, trust: str):
     text = run("inspect", toy.path, "--trust", trust).stdout
 
@@ -243,7 +297,7 @@ def test_the_text_fits_80_columns_and_needs_no_colour(toy: ToyCore, trust: str):
     assert "\x1b" not in text
     for shown in (
         "core      toy   release 1", "dflash2, 7 proposals per step, block 8", "1 checkpoint files   16.4 GB",
-        "implied by scope", "cpu:decode_1", "2 add", "kv_pages × 23.0 kB", "4.56", "shared",
+        "implied by scope", "cpu:decode_1", "2×add", "kv_pages × 23.0 kB", "4.56", "shared", "signers\nkey",
     ):
         assert shown in text
 
@@ -258,5 +312,5 @@ def test_a_core_cannot_steer_the_terminal(toy: ToyCore):
     text = run("inspect", toy.path).stdout
 
     assert "core      \\x1b[2J[bold]toy   release 1" in text
-    assert "2 add\\x07" in text
+    assert "2×add\\x07" in text
     assert "\x1b" not in text
