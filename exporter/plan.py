@@ -300,7 +300,7 @@ def _by_canonical_name(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEn
 def _obstacle(shape: Sequence[int], fmt: Format) -> str:
     """Why a tensor cannot be stored in a block format; empty when it can."""
     if len(shape) != 2:
-        return f"{len(shape)} dimensions, not 2"
+        return "it is no matrix"
     if not divides(fmt, shape):
         return f"last dimension {shape[-1]} is not divisible by {FORMATS[fmt].block}"
     return ""

@@ -255,6 +255,17 @@ def test_covered_tensor_that_does_not_divide_is_skipped_with_its_reason() -> Non
     assert {tensor.origin for tensor in planned.skipped} == {Origin.CHECKPOINT}
 
 
+def test_covered_tensor_that_is_no_matrix_is_skipped_with_its_reason() -> None:
+    rows = tuple(
+        replace(row, keep_reason="", groups=(("online_mxfp8", "all"),)) if row.pattern == "model.norm.weight" else row
+        for row in LLAMA.rows
+    )
+
+    planned = plan(ALL, recipe=replace(LLAMA, rows=rows))
+
+    assert [(tensor.name, tensor.reason) for tensor in planned.skipped] == [("model.norm.weight", "it is no matrix")]
+
+
 def test_reasons_are_given_for_what_is_kept_too() -> None:
     planned = plan(PrecisionSettings(draft_body="mxfp8"))
 
@@ -465,6 +476,13 @@ def test_table_shows_the_scope_on_the_groups_it_reaches() -> None:
     assert rows["target", "mlp"].formats == ("mxfp8", "bf16")
     assert rows["target", "embedding"].effective == "checkpoint"
     assert (rows["draft", "body"].effective, rows["draft", "body"].origin) == ("mxfp8", Origin.SCOPE)
+
+
+def test_group_that_was_skipped_whole_still_shows_the_scope_that_covers_it() -> None:
+    planned = plan_precision(target(hidden=48, inner=80), LLAMA, None, None, ALL)
+
+    mlp = next(row for row in plan_table(planned) if row.group == "mlp")
+    assert (mlp.formats, mlp.effective, mlp.origin) == (("bf16",), "mxfp8:all", Origin.FLAG)
 
 
 def test_real_draft_is_planned_from_its_headers() -> None:
