@@ -59,7 +59,7 @@ def undeclared(folder: str, requirements: list[str]) -> list[str]:
     ("folder", "extras"),
     [
         pytest.param("proto", [], id="contract"),
-        pytest.param("runtime", [], id="runtime-needs-no-extra"),
+        pytest.param("runtime", ["gpu"], id="runtime-needs-gpu-at-most"),
         pytest.param("exporter", ["export"], id="exporter-needs-export"),
         pytest.param("scripts", ["demo", "export", "test"], id="scripts"),
         pytest.param("tests", ["demo", "export", "test"], id="tests"),
