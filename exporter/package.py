@@ -18,6 +18,7 @@ from exporter.checkpoint import Checkpoint, SourceFile, read_side_file
 from exporter.convert.stream import ConvertedWeights
 from exporter.program.graphs import RecordedProgram
 from exporter.program.serving import ServingShape, bindings
+from exporter.staging import writing
 from runtime.ops import REGISTRY_NAME, REGISTRY_VERSION
 from runtime.sign import file_entry
 
@@ -65,7 +66,11 @@ class UnsignedCore:
 
 def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights, recorded: RecordedProgram,
                shape: ServingShape) -> UnsignedCore:
-    """Write configs, graphs and the manifest beside the weights that are already in `staging`."""
+    """Write configs, graphs and the manifest beside the weights that are already in `staging`.
+
+    Raises:
+        ResourceError: NO_SPACE, NOT_WRITABLE or WRITE_FAILED, with the file.
+    """
     graph_file = _write_graphs(staging, recorded)
     manifest = manifest_pb2.RebuildManifest(
         format_version=FORMAT_VERSION, core_name=identity.core_name, release=identity.release,
@@ -152,13 +157,14 @@ def _weight_entry(path: str, digest: bytes, size: int, chunk_bytes: int, chunks:
 
 def _write_digest_named(staging: Path, folder: str, suffix: str, data: bytes) -> weights_pb2.FileRef:
     digest = hashlib.sha256(data)
-    (staging / folder).mkdir(exist_ok=True)
+    with writing(staging / folder):
+        (staging / folder).mkdir(exist_ok=True)
     _write(staging / folder / f"{digest.hexdigest()}{suffix}", data)
     return weights_pb2.FileRef(algorithm=weights_pb2.SHA256, digest=digest.digest(), size_bytes=len(data))
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -35,7 +36,7 @@ def staged(out: Path, *, force: bool) -> Iterator[Path]:
     """
     check_output(out, force=force)
     out = out.parent.resolve() / out.name
-    with _writing(out.parent):
+    with writing(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(out)
         staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=PARTIAL_SUFFIX, dir=out.parent))
@@ -43,7 +44,8 @@ def staged(out: Path, *, force: bool) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         yield staging
-        with _writing(out):
+        check_output(out, force=force)
+        with writing(out):
             staging.chmod(0o755)
             _replace(staging, out)
     finally:
@@ -83,7 +85,7 @@ def _replace(staging: Path, out: Path) -> None:
 
 
 def _remove_stale(out: Path) -> None:
-    for left in out.parent.glob(f".{out.name}.*{PARTIAL_SUFFIX}"):
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*{PARTIAL_SUFFIX}"):
         descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +98,12 @@ def _remove_stale(out: Path) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever writes to `path`: what the system refuses becomes a ResourceError that names it.
+
+    Raises:
+        ResourceError: NOT_WRITABLE, NO_SPACE or WRITE_FAILED.
+    """
     try:
         yield
     except OSError as e:

@@ -116,7 +116,9 @@ class LogitsByPosition:
 
     def graph(self, role, batch):
         graph = self._core.graph(role, batch)
-        return replace(graph, steps=(self._before, *graph.steps, self._after)) if role in ("decode", "verify") else graph
+        if role not in ("decode", "verify"):
+            return graph
+        return replace(graph, steps=(self._before, *graph.steps, self._after))
 
     def _before(self):
         self._start = int(self._core.io["length"][self._core.io["slots"][0]])
