@@ -38,7 +38,8 @@ from runtime.run import LoadedCore
 from tests.exporter.small_checkpoints import DRAFT, DRAFT_SHAPES, LLAMA, checkpoint_of, nest, shard_bytes
 
 TARGET_CONFIG: dict[str, Any] = {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 256}
-DRAFT_CONFIG: dict[str, Any] = nest({**DRAFT, "num_target_layers": 3}, block_size=4, target_layer_ids=[0, 2])
+DRAFT_CONFIG: dict[str, Any] = nest({**DRAFT, "num_target_layers": 3, "intermediate_size": 96}, block_size=4,
+                                    target_layer_ids=[0, 2])
 DEPTH, VOCAB, PAGE_TOKENS, CHUNK_TOKENS, CONTEXT = 3, 128, 8, 16, 64
 
 
