@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,16 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 CPU = "cpu"
 
 
+FEATURES = ("tma", "cluster", "pdl", "conditional", "vmm")
+"""Device features that a target may ask for and a device may have."""
+_TARGET = re.compile(r"sm_(?P<major>[0-9]{1,2})(?P<minor>[0-9])(?P<suffix>[af]?)(?P<ptx>\+ptx)?")
+# First driver that takes each PTX version. Source: release notes of the PTX ISA.
+_PTX_DRIVERS = {
+    78: 11080, 80: 12000, 81: 12010, 82: 12020, 83: 12030, 84: 12040, 85: 12050, 86: 12070, 87: 12080, 88: 12090,
+    90: 13000, 91: 13010,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A machine's side of the comparison.
@@ -25,11 +36,21 @@ class Device:
         name: "cpu", or the architecture of a GPU, such as "sm_90".
         driver: as cuDriverGetVersion gives it; None on a CPU.
         free_bytes: memory that a core may take.
+        compute_capability: major and minor; None on a CPU.
+        sm_count: multiprocessors of the device, or of the part of it that this process may use.
+        shared_optin_bytes: most shared memory that one block may have.
+        features: those of FEATURES that the device and its driver have.
+        partition: the device is a part of a GPU (MIG).
     """
 
     name: str
     driver: int | None
     free_bytes: int
+    compute_capability: tuple[int, int] | None = None
+    sm_count: int = 0
+    shared_optin_bytes: int = 0
+    features: frozenset[str] = frozenset()
+    partition: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +63,26 @@ class Requirement:
     met: bool
 
 
+def runs_on(target: str, device: Device) -> bool:
+    """Whether code for a device target runs on a device, by architecture alone.
+
+    "sm_90a" needs that exact compute capability; "sm_100f" and "sm_90" the same major and at least that minor (a family
+    has one major); "+ptx" any capability that is not lower, since the driver compiles it there.
+    Source: CUDA programming guide, compute capabilities and family-specific targets.
+    """
+    if device.compute_capability is None:
+        return target == device.name
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        return False
+    wanted, found = (int(match["major"]), int(match["minor"])), device.compute_capability
+    if match["suffix"] == "a":
+        return found == wanted
+    if match["ptx"]:
+        return found >= wanted
+    return found[0] == wanted[0] and found[1] >= wanted[1]
+
+
 def select_target(manifest: manifest_pb2.RebuildManifest, device: Device) -> graph_pb2.DeviceTarget:
     """The first device target of the core that this device can run.
 
@@ -49,11 +90,12 @@ def select_target(manifest: manifest_pb2.RebuildManifest, device: Device) -> gra
         CompatibilityError: DEVICE_TARGET; none fits.
     """
     for target in manifest.device_targets:
-        if target.name == device.name:
+        if runs_on(target.name, device):
             return target
     offered = ", ".join(t.name for t in manifest.device_targets) or "none"
+    wanted = device.name if device.compute_capability is None else f"cuda:{device.name}"
     raise CompatibilityError("DEVICE_TARGET", "the core was not exported for this device", where=manifest.core_name,
-                             expected=offered, got=device.name, hint=f"export it with `--device {device.name}`")
+                             expected=offered, got=device.name, hint=f"export it with `--device {wanted}`")
 
 
 def buffer_bytes(buffer: graph_pb2.Buffer, blob_bytes: Mapping[int, int], symbols: Mapping[int, int]) -> int:
@@ -68,24 +110,69 @@ def buffer_bytes(buffer: graph_pb2.Buffer, blob_bytes: Mapping[int, int], symbol
     return buffer.fixed_bytes + sum(symbols[t.symbol_id] * t.bytes for t in buffer.size_terms)
 
 
-def memory_bytes(manifest: manifest_pb2.RebuildManifest, symbols: Mapping[int, int]) -> dict[str, int]:
-    """Bytes by buffer class for these symbol values."""
+def memory_bytes(
+    manifest: manifest_pb2.RebuildManifest, symbols: Mapping[int, int], target_id: int | None = None
+) -> dict[str, int]:
+    """Bytes by buffer class for these symbol values; of one device target's buffers, or of all."""
     blobs = {b.blob_id: b.file.size_bytes for b in manifest.weight_blobs}
     total: dict[str, int] = {}
     for buffer in manifest.buffers:
+        if target_id is not None and not for_target(buffer, target_id):
+            continue
         name = graph_pb2.BufferClass.Name(buffer.buffer_class)
         total[name] = total.get(name, 0) + buffer_bytes(buffer, blobs, symbols)
     return total
 
 
+def for_target(buffer: graph_pb2.Buffer, target_id: int) -> bool:
+    """Whether a device target has this buffer."""
+    return not buffer.HasField("device_target") or buffer.device_target == target_id
+
+
 def requirements(manifest: manifest_pb2.RebuildManifest, device: Device) -> tuple[Requirement, ...]:
-    """Everything the core needs of a device, compared with it; the target must exist."""
-    least = sum(memory_bytes(manifest, {s.symbol_id: s.minimum for s in manifest.symbols}).values())
+    """Everything the core needs of a device, compared with it, in the order in which a loader checks.
+
+    Raises:
+        CompatibilityError: DEVICE_TARGET; the core has no target for the device.
+    """
+    target = select_target(manifest, device)
     world = manifest.parallelism.world_size if manifest.HasField("parallelism") else 1
-    return (
-        Requirement("ranks", "1", str(max(world, 1)), world <= 1),
-        Requirement("memory", f"at least {least} bytes free", f"{device.free_bytes} bytes", least <= device.free_bytes),
-    )
+    found = [Requirement("ranks", "1", str(max(world, 1)), world <= 1)]
+    if device.compute_capability is not None:
+        found += _gpu_requirements(manifest, target, device)
+    least = sum(memory_bytes(manifest, {s.symbol_id: s.minimum for s in manifest.symbols}, target.target_id).values())
+    found.append(Requirement("memory", f"at least {least} bytes free", f"{device.free_bytes} bytes",
+                             least <= device.free_bytes))
+    return tuple(found)
+
+
+def _gpu_requirements(
+    manifest: manifest_pb2.RebuildManifest, target: graph_pb2.DeviceTarget, device: Device
+) -> list[Requirement]:
+    modules = [m for m in manifest.modules if m.module_id in target.module_ids]
+    driver = device.driver or 0
+    part = " of a MIG partition" if device.partition else ""
+    found = []
+    least = max((m.min_driver for m in modules if m.HasField("min_driver")), default=None)
+    if least is not None:
+        found.append(Requirement("driver", f"at least {least}", str(driver), driver >= least))
+    for version in sorted({m.ptx_version for m in modules if m.HasField("ptx_version")}):
+        first = _PTX_DRIVERS.get(version)
+        expected = f"a driver for PTX {version // 10}.{version % 10}" + (f", {first}" if first else ", unknown here")
+        found.append(Requirement("ptx_version", expected, str(driver), first is not None and driver >= first))
+    if target.HasField("exact_sm_count"):
+        found.append(Requirement("sm_count", f"exactly {target.exact_sm_count}", f"{device.sm_count}{part}",
+                                 device.sm_count == target.exact_sm_count))
+    if target.HasField("min_sm_count"):
+        found.append(Requirement("sm_count", f"at least {target.min_sm_count}", f"{device.sm_count}{part}",
+                                 device.sm_count >= target.min_sm_count))
+    if target.HasField("min_shared_optin_bytes"):
+        found.append(Requirement("shared_memory", f"at least {target.min_shared_optin_bytes} bytes a block",
+                                 f"{device.shared_optin_bytes} bytes",
+                                 device.shared_optin_bytes >= target.min_shared_optin_bytes))
+    found += [Requirement("device_feature", feature, ", ".join(sorted(device.features)) or "none",
+                          feature in device.features) for feature in target.device_features]
+    return found
 
 
 def unmet(found: Iterable[Requirement]) -> tuple[Requirement, ...]:
