@@ -192,9 +192,37 @@ def read_verified(
     view = destination.cast("B")
     if view.readonly or len(view) != entry.ref.size_bytes:
         raise ValueError(f"{entry.path} needs {entry.ref.size_bytes} writable bytes, got {len(view)}")
+    lock = threading.Lock()
+
+    def place(offset: int, nbytes: int) -> memoryview:
+        return view[offset : offset + nbytes]
+
+    def verified(_: int, part: memoryview) -> None:
+        if on_bytes is not None:
+            with lock:
+                on_bytes(len(part))
+
+    read_chunks(file, entry, place, verified, threads=threads)
+
+
+def read_chunks(
+    file: OpenFile, entry: FileEntry, place: Callable[[int, int], memoryview],
+    verified: Callable[[int, memoryview], None], *, threads: int
+) -> None:
+    """Read a listed file chunk by chunk into memory that `place` gives, verify each there, and hand it on.
+
+    Args:
+        place: (offset, nbytes) -> `nbytes` writable bytes for the file's bytes from `offset`; at most CHUNK_BYTES. May
+            block. Called by every thread.
+        verified: told offset and memory of each chunk once its digest holds, by the thread that read it.
+        threads: how many threads read and hash, the caller's included. All have ended when this returns or raises.
+    Raises:
+        VerificationError: as `read_verified`; and whatever `place` and `verified` raise.
+    """
     chunked = entry.HasField("chunk_digests")
     digests = entry.chunk_digests if chunked else entry.ref.digest
-    step = CHUNK_BYTES if chunked else max(len(view), 1)
+    total = entry.ref.size_bytes
+    step = CHUNK_BYTES if chunked else max(total, 1)
     count = len(digests) // 32
     lock = threading.Lock()
     errors: dict[int, BaseException] = {}
@@ -209,14 +237,12 @@ def read_verified(
                     return
                 next_index += 1
             try:
-                part = view[index * step : (index + 1) * step]
+                part = place(index * step, min(step, total - index * step))
                 read_exactly(file.fd, part, index * step, entry.path)
                 expected = digests[index * 32 : index * 32 + 32]
                 if (got := hashlib.sha256(part).digest()) != expected:
                     raise mismatch(entry.path, expected, got, index if chunked else None)
-                if on_bytes is not None:
-                    with lock:
-                        on_bytes(len(part))
+                verified(index * step, part)
             except BaseException as err:
                 errors[index] = err
 

@@ -11,7 +11,7 @@ are then used from; everything that is parsed is verified before.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from dflash_core.v1.weights_pb2 import FileEntry, FileRef
 from google.protobuf.message import DecodeError, Message
 
 from .bundle import Statement, check_signature, parse_bundle, parse_statement
-from .corefiles import SIGNATURES, CoreFiles, OnBytes, mismatch, read_verified
+from .corefiles import SIGNATURES, CoreFiles, OnBytes, mismatch, read_chunks, read_verified
 from .structure import check_graph_set, check_manifest_structure, check_module
 from .trust import Signer, TrustPolicy
 
@@ -130,10 +130,29 @@ class VerifiedCore:
             FormatError: MANIFEST_TABLE, the core lists no such file.
             ValueError: `destination` has another size or is read-only.
         """
+        entry = self._listed(path)
+        read_verified(self._files.file(path), entry, destination, threads=threads, on_bytes=on_bytes)
+
+    def read_chunks(self, path: str, place: Callable[[int, int], memoryview],
+                    verified: Callable[[int, memoryview], None], *, threads: int = 2) -> None:
+        """Read a listed file in chunks of at most 4 MiB, each into memory that the caller gives, and verify it there.
+
+        Args:
+            path: the file's path in the manifest.
+            place: (offset, nbytes) -> `nbytes` writable bytes; called by each thread for its next chunk, may block.
+            verified: told offset and memory of each chunk that is what was signed, by the thread that read it.
+            threads: how many threads read and hash; all have ended when this returns or raises.
+        Raises:
+            VerificationError, FormatError: as `read_into`; and whatever `place` and `verified` raise.
+        """
+        entry = self._listed(path)
+        read_chunks(self._files.file(path), entry, place, verified, threads=threads)
+
+    def _listed(self, path: str) -> FileEntry:
         entry = self._entries.get(path)
         if entry is None:
             raise FormatError("MANIFEST_TABLE", "the core lists no such file", where=path)
-        read_verified(self._files.file(path), entry, destination, threads=threads, on_bytes=on_bytes)
+        return entry
 
     def read_full(self, on_bytes: OnBytes | None = None) -> None:
         """Read every file and check chunk lists and whole-file digests; uses the memory of two chunks.
@@ -319,7 +338,7 @@ def check_contents(files: CoreFiles, manifest: RebuildManifest) -> Contents:
     for graph_file in manifest.graph_files:
         digest = graph_file.file.digest
         graph_set = parse(GraphSet, held[paths[digest]], paths[digest])
-        check_graph_set(graph_set, manifest)
+        check_graph_set(graph_set, manifest, graph_file.target_id)
         graph_sets[digest] = graph_set
     return Contents(held, graph_sets)
 

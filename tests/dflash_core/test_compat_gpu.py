@@ -1,4 +1,4 @@
-"""Which GPU runs which core: the architecture rule, and every requirement as a row with both sides of the comparison."""
+"""Which GPU runs which core: the architecture rule, and each requirement as a row with both sides of the comparison."""
 
 from __future__ import annotations
 
