@@ -16,7 +16,7 @@ import os
 import resource
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,11 +41,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A regular file of the core: its descriptor, and its size and identity when it was opened."""
+    """The bytes of one file of a core: bytes [offset, offset + size_bytes) of a descriptor.
+
+    Attributes:
+        fd: an open regular file; the files of an archive share one.
+        size_bytes: as it was when the core was opened.
+        identity: device and inode of what `fd` has open.
+        offset: where the file starts there; 0 but in an archive.
+    """
 
     fd: int
     size_bytes: int
     identity: tuple[int, int]
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +90,18 @@ class CoreFiles:
                 for more than 16 signatures.
             ResourceError: a file cannot be opened for a reason of this machine.
         """
+        root = open_root(path, os.O_DIRECTORY)
+        try:
+            return cls.below(root, path)
+        finally:
+            os.close(root)
+
+    @classmethod
+    def below(cls, root: int, path: Path) -> Self:
+        """As `open`, for a directory that is open already; `root` stays the caller's."""
         walk = _Walk()
         try:
-            try:
-                root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError as err:
-                raise _cannot_open(err, str(path), hint="a core is a directory with a manifest.pb in it") from err
-            try:
-                walk.directory(root, "", 1)
-            finally:
-                os.close(root)
+            walk.directory(root, "", 1)
         except BaseException:
             walk.close()
             raise
@@ -107,8 +117,10 @@ class CoreFiles:
 
     def close(self) -> None:
         """Close every descriptor. Reading afterwards is an error; closing twice is not."""
-        while self.files:
-            os.close(self.files.popitem()[1].fd)
+        descriptors = {file.fd for file in self.files.values()}
+        self.files.clear()
+        for fd in descriptors:
+            os.close(fd)
 
     def file(self, name: str) -> OpenFile:
         """The open file of that name, which must be one of `files`. Raises ValueError after `close`."""
@@ -122,14 +134,42 @@ class CoreFiles:
 
     def read(self, name: str, nbytes: int) -> bytes:
         """The first `nbytes` of a file, in private memory. Raises FILE_SIZE when it has become shorter."""
-        data = bytearray(nbytes)
-        read_exactly(self.file(name).fd, memoryview(data), 0, name)
-        return bytes(data)
+        file = self.file(name)
+        parts: list[bytes] = []
+        done = 0
+        while done < nbytes:  # one read gives it all, but for files that change and for sizes above 2 GiB
+            try:
+                part = os.pread(file.fd, nbytes - done, file.offset + done)
+            except OSError as err:
+                raise _unreadable(err, name) from err
+            if not part:
+                raise _shorter(name, nbytes, done)
+            parts.append(part)
+            done += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """A file in pieces of at most 4 MiB, all in one buffer: use each before asking for the next."""
+        file = self.file(name)
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, file.size_bytes)))
+        for start in range(0, file.size_bytes, CHUNK_BYTES):
+            piece = buffer[: min(CHUNK_BYTES, file.size_bytes - start)]
+            read_exactly(file.fd, piece, file.offset + start, name)
+            yield piece
 
     def digest(self, name: str, on_bytes: OnBytes | None = None) -> FileDigests:
         """Hash a whole file in bounded memory (two chunks)."""
         file = self.file(name)
-        return digest_descriptor(file.fd, file.size_bytes, name, on_bytes)
+        return digest_descriptor(file.fd, file.size_bytes, name, on_bytes, start=file.offset)
+
+
+def open_root(path: Path, flags: int = 0) -> int:
+    """Open what a core's path names; raises as `CoreFiles.open` does."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    except OSError as err:
+        hint = "a core is a directory with a manifest.pb in it, or an archive of one"
+        raise _cannot_open(err, str(path), hint=hint) from err
 
 
 def read_exactly(fd: int, destination: memoryview, offset: int, name: str) -> None:
@@ -144,15 +184,25 @@ def read_exactly(fd: int, destination: memoryview, offset: int, name: str) -> No
         try:
             count = os.preadv(fd, [destination[done:]], offset + done)
         except OSError as err:
-            raise ResourceError("FILE_UNREADABLE", f"cannot read a file: {err.strerror}", where=name) from err
+            raise _unreadable(err, name) from err
         if count == 0:
-            raise VerificationError("FILE_SIZE", "a file has become shorter since it was opened", where=name,
-                                    expected=f"at least {offset + wanted} bytes", got=offset + done)
+            raise _shorter(name, offset + wanted, offset + done)
         done += count
 
 
-def digest_descriptor(fd: int, size_bytes: int, name: str, on_bytes: OnBytes | None = None) -> FileDigests:
-    """Hash the first `size_bytes` of `fd` in one pass: the whole, and each chunk.
+def _unreadable(err: OSError, name: str) -> ResourceError:
+    return ResourceError("FILE_UNREADABLE", f"cannot read a file: {err.strerror}", where=name)
+
+
+def _shorter(name: str, wanted: int, got: int) -> VerificationError:
+    return VerificationError("FILE_SIZE", "a file has become shorter since it was opened", where=name,
+                             expected=f"at least {wanted} bytes", got=got)
+
+
+def digest_descriptor(
+    fd: int, size_bytes: int, name: str, on_bytes: OnBytes | None = None, *, start: int = 0
+) -> FileDigests:
+    """Hash `size_bytes` of `fd` from `start` on in one pass: the whole, and each chunk.
 
     Two threads share the work: one hashes a chunk into the whole while the other hashes it for itself and reads the
     next one. Memory: two chunks.
@@ -163,7 +213,7 @@ def digest_descriptor(fd: int, size_bytes: int, name: str, on_bytes: OnBytes | N
     helper: threading.Thread | None = None
     for index, offset in enumerate(range(0, size_bytes, CHUNK_BYTES)):
         view = memoryview(buffers[index % 2])[: min(CHUNK_BYTES, size_bytes - offset)]
-        read_exactly(fd, view, offset, name)
+        read_exactly(fd, view, start + offset, name)
         if helper is not None:
             helper.join()
         helper = threading.Thread(target=whole.update, args=(view,), daemon=True)
@@ -238,7 +288,7 @@ def read_chunks(
                 next_index += 1
             try:
                 part = place(index * step, min(step, total - index * step))
-                read_exactly(file.fd, part, index * step, entry.path)
+                read_exactly(file.fd, part, file.offset + index * step, entry.path)
                 expected = digests[index * 32 : index * 32 + 32]
                 if (got := hashlib.sha256(part).digest()) != expected:
                     raise mismatch(entry.path, expected, got, index if chunked else None)

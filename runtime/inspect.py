@@ -21,7 +21,7 @@ from dflash_core.v1.graph_pb2 import KERNEL, WEIGHTS, BufferClass, Graph, GraphN
 from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
-from .corefiles import CoreFiles
+from .archive import open_core
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
 from .verify import MANIFEST, check_contents, check_version, file_sizes, parse, read_manifest, verify
@@ -147,7 +147,7 @@ def inspect_core(path: Path, trust: TrustPolicy | None) -> CoreReport:
     """Read a core and sum it up.
 
     Args:
-        path: the core's directory.
+        path: the core's directory, or an archive of it.
         trust: whose signatures are accepted; None reads the core without asking who made it. Structure rules and the
             digests of the files that are parsed are checked either way.
     Raises:
@@ -155,7 +155,7 @@ def inspect_core(path: Path, trust: TrustPolicy | None) -> CoreReport:
         FormatError, CompatibilityError: it breaks a structure rule or needs another runtime.
     """
     if trust is None:
-        with CoreFiles.open(path) as files:
+        with open_core(path) as files:
             data = read_manifest(files)
             manifest = parse(RebuildManifest, data, MANIFEST)
             check_version(manifest)

@@ -11,7 +11,7 @@ are then used from; everything that is parsed is verified before.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from dflash_core.v1.manifest_pb2 import RebuildManifest
 from dflash_core.v1.weights_pb2 import FileEntry, FileRef
 from google.protobuf.message import DecodeError, Message
 
+from .archive import open_core
 from .bundle import Statement, check_signature, parse_bundle, parse_statement
 from .corefiles import SIGNATURES, CoreFiles, OnBytes, mismatch, read_chunks, read_verified
 from .structure import check_graph_set, check_manifest_structure, check_module
@@ -87,6 +88,15 @@ class VerifiedCore:
     def nbytes(self) -> int:
         """Bytes that `read_full` reads: every file outside signatures/."""
         return self._files.size(MANIFEST) + sum(entry.ref.size_bytes for entry in self._entries.values())
+
+    @property
+    def names(self) -> list[str]:
+        """Every file of the core, signatures included, sorted."""
+        return sorted(self._files.files)
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """A file in pieces of at most 4 MiB, not compared with anything: for copying. One buffer holds each in turn."""
+        return self._files.pieces(name)
 
     def entry(self, ref: FileRef) -> FileEntry:
         """The listed file that a reference of this manifest means."""
@@ -177,7 +187,7 @@ def verify(path: Path, trust: TrustPolicy) -> VerifiedCore:
     """Open a core and check that trusted signers have signed exactly what it holds.
 
     1. The trust file was checked when `trust` was loaded; here, it must not lie inside the core.
-    2. Open the directory and everything below it, once, by descriptor.
+    2. Open the directory and everything below it, once, by descriptor; or the archive, and compare its headers.
     3. Check each signature by a key of the trust file, over the payload bytes as stored.
     4. Parse the statements that count; all state the same files and digests.
     5. Roles are met without revoked keys.
@@ -188,19 +198,20 @@ def verify(path: Path, trust: TrustPolicy) -> VerifiedCore:
        golden files are compared when `small_file` reads them, weights chunk by chunk when `read_into` does.
 
     Args:
-        path: the core's directory.
+        path: the core's directory, or an archive of it.
         trust: whose signatures are accepted.
     Returns:
         The verified core, with its files open.
     Raises:
         PolicyError: POLICY_UNSAFE, the trust file lies inside the core.
         VerificationError: the core is not what trusted keys have signed.
-        FormatError, CompatibilityError: it is, and breaks a structure rule or needs another runtime.
+        FormatError, CompatibilityError: it is, and breaks a structure rule or needs another runtime. An archive
+            whose headers are not the canonical ones is BUNDLE_MALFORMED before anything else.
         ResourceError: a file cannot be read.
     Source: docs/core-format.md.
     """
     # 2.
-    files = CoreFiles.open(path)
+    files = open_core(path)
     try:
         # 1.
         _refuse_trust_from_inside(files, trust)

@@ -457,7 +457,7 @@ def test_rejects_core_without_a_manifest(toy: ToyCore) -> None:
 
 @pytest.mark.parametrize(("make", "code"), [
     pytest.param(lambda path: None, "FILE_MISSING", id="absent"),
-    pytest.param(Path.touch, "FILE_TYPE", id="a file"),
+    pytest.param(Path.touch, "BUNDLE_MALFORMED", id="an empty file"),
     pytest.param(Path.mkdir, "SIG_MISSING", id="an empty directory"),
 ])
 def test_rejects_path_that_is_no_core(tmp_path: Path, make: Callable[[Path], object], code: str) -> None:
