@@ -11,10 +11,9 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix
+from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix, row_chunks
 
 BLOCK = 32
-CHUNK_WEIGHTS = 1 << 18
 
 # float32 has its exponent from bit 23 on. 448 is 1.75 * 2**8: a mantissa above 1.75 (0x600000) needs the next power of
 # two, and adding 0x1FFFFF carries exactly then.
@@ -42,15 +41,13 @@ def quantize_mxfp8(weight: Tensor) -> QuantizedTensor:
     codes = torch.empty(rows, cols, dtype=torch.uint8)
     block_scale = torch.empty(rows, cols // BLOCK, dtype=torch.uint8)
     amax = block_amax(weight, BLOCK)
-    step = max(1, CHUNK_WEIGHTS // max(cols, 1))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
+    for part in row_chunks(rows, cols):
         exponent = _scale_exponent(amax[part])
         block_scale[part] = exponent.to(torch.uint8)
         inv_scale = ((254 - exponent) << _EXPONENT_SHIFT).view(torch.float32)
         blocks = weight[part].to(torch.float32).view(-1, cols // BLOCK, BLOCK)
-        scaled = blocks * inv_scale.unsqueeze(-1)
-        codes[part] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(-1, cols)
+        scaled = (blocks * inv_scale.unsqueeze(-1)).view(-1, cols)
+        codes[part].view(torch.float8_e4m3fn).copy_(scaled)
     return QuantizedTensor(Format.MXFP8, codes, block_scale, None)
 
 

@@ -11,14 +11,20 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix
+from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix, row_chunks
 
 BLOCK = 16
-CHUNK_WEIGHTS = 1 << 18
 
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
+_E2M1_MAX_CODE = 7
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+# The magnitude codes of E2M1 lie on three lines, 2x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6, and the lowest line
+# is the right one everywhere. Adding 1.5 * 2**23 to a line rounds it to a whole number, ties to even, in that one
+# addition; the number is then found in the low bits of the float.
+_ROUNDER = 1.5 * 2.0**23
+_LINES = ((2.0, _ROUNDER), (1.0, _ROUNDER + 2.0), (0.5, _ROUNDER + 4.0))
 
 
 def global_scale_of(amax: Tensor) -> Tensor:
@@ -29,7 +35,9 @@ def global_scale_of(amax: Tensor) -> Tensor:
     return amax.to(torch.float32).reshape(1) / (_E4M3_MAX * _E2M1_MAX)
 
 
-def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> QuantizedTensor:
+def quantize_nvfp4(
+    weight: Tensor, global_scale: Tensor | None = None, amax: Tensor | None = None
+) -> QuantizedTensor:
     """Quantize a weight matrix to NVFP4, in blocks of 16 along the last axis.
 
     global_scale = amax / (448 * 6); block_scale = E4M3(block_amax / 6 / global_scale);
@@ -39,6 +47,7 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> Quanti
     Args:
         weight: [rows, cols], bf16, f16 or f32; cols divisible by 16.
         global_scale: f32 [1], for rows that share a scale with others (`global_scale_of`); None: this tensor's own.
+        amax: `block_amax(weight, 16)`, when it is at hand already; None: it is computed.
     Returns:
         codes, two E2M1 codes a byte, low nibble first [rows, cols / 2]; block_scale, E4M3 bytes [rows, cols / 16], not
         swizzled; global_scale, f32 [1].
@@ -48,21 +57,18 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> Quanti
     """
     check_matrix(Format.NVFP4, weight)
     rows, cols = weight.shape
-    amax = block_amax(weight, BLOCK)
+    if amax is None:
+        amax = block_amax(weight, BLOCK)
     if global_scale is None:
         global_scale = global_scale_of(amax.max() if amax.numel() else torch.zeros(1))
     codes = torch.empty(rows, cols // 2, dtype=torch.uint8)
     block_scale = torch.empty(rows, cols // BLOCK, dtype=torch.uint8)
-    step = max(1, CHUNK_WEIGHTS // max(cols, 1))
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
+    for part in row_chunks(rows, cols):
         scale = _block_scale(amax[part], global_scale)
         block_scale[part] = scale.view(torch.uint8)
         divisor = scale.to(torch.float32) * global_scale
         divisor[divisor == 0] = torch.inf
-        blocks = weight[part].to(torch.float32).view(-1, cols // BLOCK, BLOCK)
-        code = _encode_e2m1(blocks / divisor.unsqueeze(-1)).view(-1, cols // 2, 2)
-        codes[part] = code[..., 0] | (code[..., 1] << 4)
+        codes[part] = _encode_e2m1(weight[part].contiguous(), divisor)
     return QuantizedTensor(Format.NVFP4, codes, block_scale, global_scale)
 
 
@@ -86,15 +92,29 @@ def _block_scale(amax: Tensor, global_scale: Tensor) -> Tensor:
     return (amax / _E2M1_MAX / global_scale).to(torch.float8_e4m3fn)  # the cast saturates
 
 
-def _encode_e2m1(scaled: Tensor) -> Tensor:
-    """E2M1 codes, one a byte, of f32 values: count the midpoints below |value|; a tie goes to the even code."""
-    magnitude = scaled.abs()
-    code = (magnitude > 0.25).to(torch.uint8)
-    code += magnitude >= 0.75
-    code += magnitude > 1.25
-    code += magnitude >= 1.75
-    code += magnitude > 2.5
-    code += magnitude >= 3.5
-    code += magnitude > 5.0
-    code += torch.signbit(scaled).to(torch.uint8) << 3
-    return code
+def _encode_e2m1(weight: Tensor, divisor: Tensor) -> Tensor:
+    """E2M1 codes of weight / divisor, two a byte: u8 [rows, cols / 2].
+
+    Args:
+        weight: [rows, cols], contiguous.
+        divisor: f32 [rows, cols / 16], positive.
+    """
+    rows, cols = weight.shape
+    magnitude = weight.to(torch.float32, copy=True).view(rows, cols // BLOCK, BLOCK)
+    magnitude.div_(divisor.unsqueeze(-1)).abs_()
+    code = torch.full_like(magnitude, _ROUNDER + _E2M1_MAX_CODE)
+    line = torch.empty_like(magnitude)
+    for slope, start in _LINES:
+        torch.add(start, magnitude, alpha=slope, out=line)
+        torch.minimum(code, line, out=code)
+    pairs = code.view(torch.int32).view(rows, cols).to(torch.uint8)
+    pairs |= _signs(weight)
+    pairs = pairs.view(torch.int16)
+    return (pairs | (pairs >> 4)).to(torch.uint8)  # the cast keeps the low byte
+
+
+def _signs(weight: Tensor) -> Tensor:
+    """8 where a weight is negative, -0.0 included, else 0: u8 [rows, cols]."""
+    if weight.dtype == torch.float32:
+        return ((weight.view(torch.int32) >> 28) & 8).to(torch.uint8)
+    return ((weight.view(torch.int16) >> 12) & 8).to(torch.uint8)

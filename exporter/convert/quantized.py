@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from dflash_core.formats import FORMATS, Format
 from torch import Tensor
 
 NON_FINITE = "NON_FINITE_WEIGHT"
+CHUNK_WEIGHTS = 1 << 18
 
 _SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,6 +58,12 @@ def check_matrix(fmt: Format, weight: Tensor) -> None:
         )
 
 
+def row_chunks(rows: int, cols: int) -> Iterator[slice]:
+    """Slices of rows that hold about CHUNK_WEIGHTS weights each: what a core's second-level cache takes."""
+    step = max(1, CHUNK_WEIGHTS // max(cols, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
 def block_amax(weight: Tensor, block: int) -> Tensor:
     """The largest magnitude of every block of `block` columns.
 
@@ -70,14 +78,15 @@ def block_amax(weight: Tensor, block: int) -> Tensor:
         ConvertError: NON_FINITE_WEIGHT, with the row and column of the first value that is not finite.
     """
     rows, cols = weight.shape
-    if weight.dtype == torch.float16:
-        weight = weight.float()
-    if weight.dtype == torch.bfloat16:
-        bits = (weight.contiguous().view(torch.int16) & 0x7FFF).view(rows, cols // block, block)
-        amax = (bits.amax(-1).to(torch.int32) << 16).view(torch.float32)
-    else:
-        bits = (weight.contiguous().view(torch.int32) & 0x7FFFFFFF).view(rows, cols // block, block)
-        amax = bits.amax(-1).view(torch.float32)
+    amax = torch.empty(rows, cols // block, dtype=torch.float32)
+    for part in row_chunks(rows, cols):
+        piece = weight[part].float() if weight.dtype == torch.float16 else weight[part].contiguous()
+        if piece.dtype == torch.bfloat16:
+            bits = (piece.view(torch.int16) & 0x7FFF).view(-1, cols // block, block).amax(-1)
+            amax[part] = (bits.to(torch.int32) << 16).view(torch.float32)
+        else:
+            bits = (piece.view(torch.int32) & 0x7FFFFFFF).view(-1, cols // block, block).amax(-1)
+            amax[part] = bits.view(torch.float32)
     if not torch.isfinite(amax).all():
         flat = int(torch.nonzero(~torch.isfinite(weight).flatten())[0])
         row, col = divmod(flat, cols)

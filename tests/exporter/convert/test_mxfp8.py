@@ -12,7 +12,7 @@ from dflash_core.errors import ConvertError
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert import mxfp8
+from exporter.convert import quantized
 from exporter.convert.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from exporter.convert.quantized import QuantizedTensor
 from tests.oracles import mxfp8_oracle as oracle
@@ -168,7 +168,7 @@ def test_equals_torchao_bit_for_bit(weight: Tensor) -> None:
 def test_row_chunks_do_not_change_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = sample(torch.bfloat16, 0.02, 50, 96)
     whole = quantize_mxfp8(weight)
-    monkeypatch.setattr(mxfp8, "CHUNK_WEIGHTS", 7 * 96)
+    monkeypatch.setattr(quantized, "CHUNK_WEIGHTS", 7 * 96)
 
     chunked = quantize_mxfp8(weight)
 

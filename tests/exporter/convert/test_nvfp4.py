@@ -12,7 +12,7 @@ from dflash_core.errors import ConvertError
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert import nvfp4
+from exporter.convert import quantized
 from exporter.convert.nvfp4 import dequantize_nvfp4, global_scale_of, quantize_nvfp4
 from exporter.convert.quantized import QuantizedTensor
 from tests.oracles import nvfp4_oracle as oracle
@@ -208,7 +208,7 @@ def test_rows_of_a_fused_group_share_the_given_scale() -> None:
 def test_row_chunks_do_not_change_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = sample(torch.bfloat16, 0.02, 50, 96)
     whole = quantize_nvfp4(weight)
-    monkeypatch.setattr(nvfp4, "CHUNK_WEIGHTS", 7 * 96)
+    monkeypatch.setattr(quantized, "CHUNK_WEIGHTS", 7 * 96)
 
     chunked = quantize_nvfp4(weight)
 
