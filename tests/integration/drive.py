@@ -66,6 +66,13 @@ class Lane:
         self.launch("verify")
         return io["logits"][:1 + len(proposals)].copy()
 
+    def propose(self, anchor: int) -> list[int]:
+        """What the draft proposes after `anchor`, [depth]; appends nothing."""
+        self.core.io["anchor"][self.slot] = anchor
+        self.launch("draft")
+        proposals: list[int] = self.core.io["proposals"][0].tolist()
+        return proposals
+
     def rewind(self, length: int) -> None:
         """Cut the sequence to its first `length` tokens."""
         self.core.io["length"][self.slot] = length
