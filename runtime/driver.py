@@ -148,6 +148,10 @@ class Driver:
     def release_context(self, device: DeviceHandle) -> None:
         self._call("cuDevicePrimaryCtxRelease", device)
 
+    def reset_context(self, device: DeviceHandle) -> None:
+        """Destroy everything in the device's primary context, whoever holds it; the next retain starts a sound one."""
+        self._call("cuDevicePrimaryCtxReset", device)
+
     def use(self, context: Context) -> None:
         """Make a context current in this thread."""
         self._call("cuCtxSetCurrent", context)
@@ -262,11 +266,12 @@ class Driver:
         """Bytes of each parameter of a kernel, in order."""
         sizes: list[int] = []
         while True:
-            status, _, size = self._api.cuFuncGetParamInfo(function, len(sizes))
+            status, *values = self._api.cuFuncGetParamInfo(function, len(sizes))
             if status == _INVALID_VALUE:
                 return tuple(sizes)
             if status != _SUCCESS:
                 raise self._error("cuFuncGetParamInfo", status, f"parameter {len(sizes)}")
+            _, size = values
             sizes.append(int(size))
 
     # Graphs

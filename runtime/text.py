@@ -18,13 +18,13 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders
 
-from runtime.run import LoadedCore
+from runtime.core import Core
 
 
 class CoreText:
     """What a core knows about text; everything comes from files that its signers signed."""
 
-    def __init__(self, core: LoadedCore) -> None:
+    def __init__(self, core: Core) -> None:
         data = core.file("tokenizer.json")
         if data is None:
             raise CompatibilityError("NO_TOKENIZER", "the core carries no tokenizer", where=core.manifest.core_name,
@@ -103,7 +103,7 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def _json(core: LoadedCore, path: str) -> dict[str, Any]:
+def _json(core: Core, path: str) -> dict[str, Any]:
     data = core.file(path)
     if data is None:
         return {}
@@ -114,7 +114,7 @@ def _json(core: LoadedCore, path: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _stop_tokens(core: LoadedCore) -> tuple[int, ...]:
+def _stop_tokens(core: Core) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json rules over config.json."""
     for path in ("generation_config.json", "config.json"):
         value = _json(core, path).get("eos_token_id")

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from dflash_core.errors import CompatibilityError, UsageError
+from dflash_core.errors import CompatibilityError, QualityError, UsageError
 
+from runtime.core import Core
 from runtime.engine.pages import PagePool
 from runtime.engine.sequence import Completion, Request, Sequence, StepKind, StepRecord
-from runtime.run import LoadedCore
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,16 @@ class StepOutput:
 
 class Engine:
     """Runs sequences on a loaded core. Sequences join and leave between steps; what else is in the batch never
-    changes a sequence's tokens."""
+    changes a sequence's tokens.
 
-    def __init__(self, core: LoadedCore) -> None:
+    Args:
+        record_candidates: read proposals and candidates of each step for its record; without, both are empty there,
+            and nothing but the produced tokens crosses from the device.
+    """
+
+    def __init__(self, core: Core, *, record_candidates: bool = True) -> None:
         self.core = core
+        self._record_candidates = record_candidates
         contract = core.manifest.contract
         self.page_tokens: int = contract.page_tokens
         self.max_context: int = contract.max_context
@@ -162,34 +168,62 @@ class Engine:
         sequence.prefilled += len(chunk)
         if sequence.prefilled < len(sequence.prompt):
             return []
+        self._produced([sequence])
         tokens = self.core.get("sampled", 0, 1)
         return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], tokens))]
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         anchors = [s.tokens[-1] for s in sequences]
         self._launch("decode", sequences)
+        self._produced(sequences)
         tokens = self.core.get("sampled", 0, len(sequences))
         return [StepOutput(s, s.commit(StepKind.DECODE, anchors[lane], [tokens[lane]]))
                 for lane, s in enumerate(sequences)]
 
     def _verify(self, sequences: list[Sequence]) -> list[StepOutput]:
-        lanes, depth, ids = len(sequences), self._depth, self._depth * self._candidates
+        lanes, depth = len(sequences), self._depth
         self._launch("draft", sequences)
-        proposals = self.core.get("proposals", 0, lanes * depth)
-        candidates = self.core.get("proposal_ids", 0, lanes * ids)
         anchors = [s.tokens[-1] for s in sequences]
         self._launch("verify", sequences)
+        produced = self._produced(sequences)
         emitted = self.core.get("emitted", 0, lanes * (1 + depth))
-        produced, accepted = self.core.get("produced", 0, lanes), self.core.get("accepted", 0, lanes)
+        accepted = self.core.get("accepted", 0, lanes)
+        proposals, candidates = self._drafted(sequences)
         outputs = []
         for lane, sequence in enumerate(sequences):
-            live = min(depth, sequence.limit - len(sequence.prompt) - len(sequence.tokens))
-            first, block = lane * ids, lane * (1 + depth)
-            record = sequence.commit(
-                StepKind.VERIFY, anchors[lane], emitted[block:block + produced[lane]],
-                proposals=tuple(proposals[lane * depth:lane * depth + live]),
-                candidates=tuple(tuple(candidates[first + i * self._candidates:first + (i + 1) * self._candidates])
-                                 for i in range(live)),
-                accepted=accepted[lane])
+            block = lane * (1 + depth)
+            record = sequence.commit(StepKind.VERIFY, anchors[lane], emitted[block:block + produced[lane]],
+                                     proposals=proposals[lane], candidates=candidates[lane], accepted=accepted[lane])
             outputs.append(StepOutput(sequence, record))
         return outputs
+
+    def _produced(self, sequences: list[Sequence]) -> list[int]:
+        """How many tokens the last launch produced, by lane.
+
+        Raises:
+            QualityError: LOGITS_NOT_FINITE; a device graph marks a lane whose highest logit is not finite with -1.
+        """
+        produced = self.core.get("produced", 0, len(sequences))
+        for lane, sequence in enumerate(sequences):
+            if produced[lane] < 0:
+                raise QualityError("LOGITS_NOT_FINITE", "the target's highest logit is not finite",
+                                   where=f"request slot {sequence.slot}",
+                                   hint="compare the core's precision with its checkpoint: an activation overflowed")
+        return produced
+
+    def _drafted(
+        self, sequences: list[Sequence]
+    ) -> tuple[list[tuple[int, ...]], list[tuple[tuple[int, ...], ...]]]:
+        """Proposals that took part in the step and the candidates of each, by lane; empty unless they are recorded."""
+        lanes, depth, width = len(sequences), self._depth, self._candidates
+        if not self._record_candidates:
+            return [()] * lanes, [()] * lanes
+        ids = self.core.get("proposals", 0, lanes * depth)
+        chosen_among = self.core.get("proposal_ids", 0, lanes * depth * width)
+        proposals, candidates = [], []
+        for lane, sequence in enumerate(sequences):
+            live = min(depth, sequence.limit - len(sequence.prompt) - len(sequence.tokens))
+            rows = range(lane * depth, lane * depth + live)
+            proposals.append(tuple(ids[row] for row in rows))
+            candidates.append(tuple(tuple(chosen_among[row * width:(row + 1) * width]) for row in rows))
+        return proposals, candidates

@@ -1,0 +1,1 @@
+"""Cores on NVIDIA GPUs, through the driver's own API: no torch, no numpy."""

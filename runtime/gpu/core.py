@@ -1,0 +1,238 @@
+"""A core on a GPU: its graphs, ready to launch, and the buffers that the host reads and writes.
+
+    core.put("slots", 0, [0])
+    core.graph("decode", 1).run()
+    token = core.get("sampled", 0, 1)[0]
+
+A step waits for the GPU once: at the first `get` after a launch. Host inputs have a pinned mirror, and what changed
+since the last launch goes up with the next one in a single copy; buffers in mapped host memory are read where kernels
+wrote them; everything else is copied when it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import TracebackType
+from typing import Any, Self
+
+from dflash_core.errors import CompatibilityError, DriverError, FormatError
+from dflash_core.v1 import graph_pb2, manifest_pb2
+
+from runtime.check import CheckedCore
+from runtime.core import carried_file
+from runtime.driver import Driver, GraphExec, Stream
+from runtime.gpu.device import GpuDevice, Releases
+from runtime.gpu.graphs import GraphPool
+from runtime.gpu.layout import Space
+from runtime.gpu.memory import CoreMemory, host_bytes
+
+_log = logging.getLogger(__name__)
+_CODES = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "f32": "f", "f64": "d", "i16": "h", "u16": "H", "i8": "b",
+          "u8": "B"}
+"""Element types that the host reads and writes, as codes of `array` and `struct`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """A binding of the serving contract; `view` holds its elements where the host has them, `start` is its byte offset
+    in the host inputs, `address` the device's address of its first byte."""
+
+    name: str
+    shape: tuple[int, ...]
+    code: str
+    itemsize: int
+    space: Space
+    view: memoryview | None
+    start: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class GpuGraph:
+    """One launchable graph."""
+
+    core: GpuCore
+    name: str
+    role: str
+    batch: int
+    query_tokens: int
+    executable: GraphExec
+
+    def run(self) -> None:
+        """Send up what the host changed, and launch; `GpuCore.get` waits for the result."""
+        self.core.launch(self)
+
+
+class GpuCore:
+    """A core on a GPU; `runtime.load` makes it. Close it, or use it as a context manager. One thread at a time.
+
+    Attributes:
+        phases: seconds of each phase of the load, in order, and their "total".
+    """
+
+    def __init__(self, checked: CheckedCore, device: GpuDevice, memory: CoreMemory, pool: GraphPool, stream: Stream,
+                 releases: Releases, phases: Mapping[str, float]) -> None:
+        self.manifest: manifest_pb2.RebuildManifest = checked.verified.manifest
+        self.core_digest = checked.verified.core_digest
+        self.symbols = {s.name: checked.symbols[s.symbol_id] for s in self.manifest.symbols}
+        self.phases = dict(phases)
+        self._checked, self._device, self._memory, self._pool = checked, device, memory, pool
+        self._driver: Driver = device.driver
+        self._stream, self._releases = stream, releases
+        self._graphs: dict[tuple[str, int], GpuGraph] = {}
+        self._recorded: tuple[graph_pb2.Graph, ...] = checked.graphs
+        self._host = host_bytes(memory.host_base, memory.layout.host_bytes) if memory.layout.host_bytes else None
+        self._bindings = {b.name: self._bound(b) for b in self.manifest.contract.io}
+        self._dirty_start, self._dirty_end = memory.layout.input_bytes, 0
+        self._busy = False
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back memory, graphs, modules and files. A device that has failed is left usable for the next core."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pool.close()
+        self._graphs.clear()
+        self._bindings.clear()
+        self._host = None
+        self._checked.verified.close()
+        release_all(self._device, self._releases)
+
+    def put(self, name: str, offset: int, values: Sequence[int] | Sequence[float]) -> None:
+        """Write consecutive elements of a binding, counted from its first; the next launch sees them.
+
+        Waits for running launches where they may still read what is replaced.
+        """
+        binding = self._bindings[name]
+        fresh = array(binding.code, values)
+        nbytes = len(fresh) * binding.itemsize
+        self._check_range(binding, offset, len(fresh))
+        if binding.view is None:
+            self.synchronize()
+            self._driver.copy_in(binding.address + offset * binding.itemsize, fresh.buffer_info()[0], nbytes,
+                                 self._stream)
+            self._busy = True
+            self.synchronize()
+            return
+        place = binding.view[offset:offset + len(fresh)]
+        if place == fresh:
+            return
+        if self._busy:
+            self.synchronize()
+        place[:] = memoryview(fresh)
+        if binding.space is Space.INPUT:
+            start = binding.start + offset * binding.itemsize
+            self._dirty_start = min(self._dirty_start, start)
+            self._dirty_end = max(self._dirty_end, start + nbytes)
+
+    def get(self, name: str, offset: int, count: int) -> list[Any]:
+        """Read consecutive elements of a binding, as the launches so far left them."""
+        binding = self._bindings[name]
+        self._check_range(binding, offset, count)
+        if binding.space is not Space.INPUT and self._busy:
+            self.synchronize()
+        if binding.view is not None:
+            return binding.view[offset:offset + count].tolist()
+        found = array(binding.code, bytes(count * binding.itemsize))
+        if count:
+            self._device.use()
+            self._driver.copy_out(found.buffer_info()[0], binding.address + offset * binding.itemsize,
+                                  count * binding.itemsize, self._stream)
+            self._driver.synchronize(self._stream)
+        return found.tolist()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a binding; KeyError when the core has none of that name."""
+        return self._bindings[name].shape
+
+    def file(self, path: str) -> bytes | None:
+        """The bytes of a model file that the core carries as published ("tokenizer.json"), or None."""
+        return carried_file(self._checked.verified, path)
+
+    def graph(self, role: str, batch: int) -> GpuGraph:
+        """The smallest graph of this role that serves a batch; waits for one that is still being built.
+
+        Raises:
+            CompatibilityError: NO_GRAPH; the core has no bucket of this size.
+            DriverError: the graph could not be built.
+        """
+        known = self._graphs.get((role, batch))
+        if known is not None:
+            return known
+        fitting = [g for g in self._recorded if g.role == role and g.bucket.batch >= batch]
+        if not fitting:
+            largest = max((g.bucket.batch for g in self._recorded if g.role == role), default=0)
+            raise CompatibilityError("NO_GRAPH", f"the core has no {role} graph for this batch",
+                                     where=self.manifest.core_name, expected=f"at most {largest}", got=batch,
+                                     hint="export it with larger batch buckets")
+        found = min(fitting, key=lambda g: g.bucket.batch)
+        graph = GpuGraph(self, found.name, role, found.bucket.batch, found.bucket.query_tokens,
+                         self._pool.executable(found.name))
+        self._graphs[role, batch] = graph
+        return graph
+
+    def launch(self, graph: GpuGraph) -> None:
+        """Send up what the host changed, and launch a graph behind what is already running."""
+        self._device.use()
+        start, end = self._dirty_start, self._dirty_end
+        if start < end:
+            memory = self._memory
+            self._driver.copy_in(memory.device_base + start, memory.host_base + start, end - start, self._stream)
+            self._dirty_start, self._dirty_end = memory.layout.input_bytes, 0
+        self._busy = True
+        self._driver.launch(graph.executable, self._stream, f"graph {graph.name}")
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched. Raises DriverError when a kernel failed."""
+        self._device.use()
+        self._driver.synchronize(self._stream)
+        self._busy = False
+
+    def _bound(self, binding: manifest_pb2.IoBinding) -> _Binding:
+        place = self._memory.layout.places[binding.buffer_id]
+        code = _CODES.get(binding.dtype)
+        if code is None:
+            raise FormatError("BINDING_DTYPE", "the host cannot read or write a binding of this type",
+                              where=f"binding {binding.name}", expected=", ".join(_CODES), got=binding.dtype)
+        itemsize = array(code).itemsize
+        start = place.offset + binding.offset
+        view = None
+        if place.space is not Space.DEVICE:
+            host: Any = self._host
+            view = host[start:start + prod(binding.shape) * itemsize].cast(code)
+        return _Binding(binding.name, tuple(binding.shape), code, itemsize, place.space, view, start,
+                        self._memory.buffers[binding.buffer_id] + binding.offset)
+
+    def _check_range(self, binding: _Binding, offset: int, count: int) -> None:
+        size = prod(binding.shape)
+        if not 0 <= offset <= offset + count <= size:
+            raise IndexError(f"{binding.name} has {size} elements, not {offset} to {offset + count}")
+
+
+def release_all(device: GpuDevice, releases: Releases) -> None:
+    """Give back all that a core took on a device, the context last.
+
+    A kernel that faulted leaves the context unusable: every call of this process on that device fails until the
+    context is gone. It is then reset, so that the next core starts on a sound one.
+    """
+    try:
+        device.use()
+        errors = releases.close()
+    except DriverError as err:
+        errors = (err, *releases.close())
+    if errors:
+        _log.warning("the device did not take everything back: %s", errors[0])
+        device.reset()
+    device.close()
