@@ -1,4 +1,6 @@
-"""dflash-export and dflash-combine: arguments in, report out. The work is done in exporter.export."""
+"""dflash-export and dflash-combine: arguments in, report out. The work is done in exporter.export and
+exporter.combine.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from dflash_core.errors import UsageError
+from dflash_core.errors import ExitCode, UsageError
 
 from runtime.console import ByteProgress, human_bytes, print_json, run_command
 
@@ -119,10 +121,55 @@ def export(
 
 @combine_app.command()
 def combine(
-    cores: Annotated[list[Path], typer.Argument(metavar="CORE…", help="The cores to merge.")],
+    cores: Annotated[list[Path], typer.Argument(metavar="CORE…", help="The cores to merge, 2 to 16.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="CORE", help="Folder of the core to write.")] = None,
+    trust: Annotated[
+        Path | None, typer.Option("--trust", metavar="TRUST", help="Whose signatures on the inputs are accepted; "
+                                                                   "without it ~/.config/dflash/trust.json.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--key", metavar="KEY.pem", help="Private key that signs.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print every rule with both values; without --out, only that.")
+    ] = False,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the core; absent: that of --out.")] = None,
+    release: Annotated[
+        int, typer.Option("--release", min=0, help="Number of this build; grows with every published one.")
+    ] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Replace the core if it exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
-    """Merge cores into one that serves every graph of each (not built yet)."""
+    """Merge cores into one that serves every graph of each."""
     with run_command(json_output):
-        raise UsageError("NOT_BUILT", "dflash-combine is not built yet", where=", ".join(str(c) for c in cores),
-                         hint="export one core with every batch bucket: dflash-export --batch 1 --batch 4")
+        if (out is None or key is None) and not (explain and out is None):
+            missing = "--out" if out is None else "--key"
+            raise UsageError("OPTION_MISSING", f"{missing} is needed to write a core", where=missing,
+                             hint="give it, or pass --explain without --out to write nothing")
+        from exporter.combine import CombineRequest, first_failure
+        from exporter.combine import combine as combine_cores
+        from exporter.combine import explain as explain_rules
+        from exporter.combine_report import print_rules, rules_document
+        from runtime.cli import trust_path
+        from runtime.keys import load_private_key
+        from runtime.trust import TrustPolicy
+
+        policy = TrustPolicy.load(trust_path(trust))
+        rules = explain_rules(cores, policy) if explain else ()
+        failed = first_failure(rules)
+        if explain and not json_output:
+            print_rules(rules)
+        if out is None or failed is not None:
+            if json_output:
+                print_json({"combines": failed is None, "rules": rules_document(rules)})
+            if failed is not None:
+                raise typer.Exit(int(ExitCode.INCOMPATIBLE))
+            return
+        assert key is not None
+        core = combine_cores(CombineRequest(tuple(cores), out, name, release, force), policy, load_private_key(key),
+                             ByteProgress(json_output))
+        size = sum(f.ref.size_bytes for f in core.manifest.files)
+        if json_output:
+            print_json({"core": str(out), "core_name": core.manifest.core_name, "nbytes": size,
+                        "core_digest": core.digest, "keyid": core.signature.stem,
+                        **({"combines": True, "rules": rules_document(rules)} if explain else {})})
+            return
+        print(f"{out}   {human_bytes(size)}   {core.digest}")
