@@ -24,7 +24,7 @@ from dflash_core.v1.weights_pb2 import TensorView
 from .archive import open_core
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
-from .verify import MANIFEST, check_contents, check_version, file_sizes, parse, read_manifest, verify
+from .verify import check_contents, check_version, file_sizes, parse_manifest, read_manifest, verify
 
 _FORMAT_WORDS = {spec.view_format: fmt.value for fmt, spec in FORMATS.items() if spec.view_format}
 _SCALE_SUFFIXES = (".block_scale", ".global_scale")
@@ -157,7 +157,7 @@ def inspect_core(path: Path, trust: TrustPolicy | None) -> CoreReport:
     if trust is None:
         with open_core(path) as files:
             data = read_manifest(files)
-            manifest = parse(RebuildManifest, data, MANIFEST)
+            manifest = parse_manifest(data)
             check_version(manifest)
             check_manifest_structure(manifest, file_sizes(files))
             graph_sets = check_contents(files, manifest).graph_sets

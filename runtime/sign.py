@@ -17,7 +17,6 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from dflash_core.errors import FormatError, ResourceError
-from dflash_core.v1.manifest_pb2 import RebuildManifest
 from dflash_core.v1.weights_pb2 import SHA256, FileEntry, FileRef
 
 from .bundle import PAYLOAD_TYPE, Bundle, check_signature, encode_bundle, encode_statement, is_name, signed_bytes
@@ -33,7 +32,7 @@ from .verify import (
     check_version,
     content_names,
     file_sizes,
-    parse,
+    parse_manifest,
     read_manifest,
 )
 
@@ -116,7 +115,7 @@ def _checked_statement(core: Path, on_bytes: OnBytes | None) -> bytes:
     with CoreFiles.open(core) as files:
         check_listing(files, content_names(files))
         data = read_manifest(files)
-        manifest = parse(RebuildManifest, data, MANIFEST)
+        manifest = parse_manifest(data)
         check_version(manifest)
         check_manifest_structure(manifest, file_sizes(files))
         found = {name: files.digest(name, on_bytes) for name in file_sizes(files)}

@@ -26,7 +26,8 @@ from google.protobuf.message import DecodeError, Message
 from .archive import open_core
 from .bundle import Statement, check_signature, parse_bundle, parse_statement
 from .corefiles import SIGNATURES, CoreFiles, OnBytes, mismatch, read_chunks, read_verified
-from .structure import check_graph_set, check_manifest_structure, check_module
+from .manifest_wire import check_manifest_bytes
+from .structure import check_graph_bytes, check_graph_set, check_manifest_structure, check_module
 from .trust import Signer, TrustPolicy
 
 FORMAT_VERSION = 1
@@ -34,6 +35,7 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 MANIFEST = "manifest.pb"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_SIGNATURE_BYTES = 4 << 20
+MAX_EAGER_BYTES = 1 << 30
 _EAGER_ROLES = ("module", "graph", "config", "component")
 
 M = TypeVar("M", bound=Message)
@@ -227,7 +229,7 @@ def verify(path: Path, trust: TrustPolicy) -> VerifiedCore:
         if core_digest != digests[MANIFEST]:
             raise mismatch(MANIFEST, bytes.fromhex(digests[MANIFEST]), bytes.fromhex(core_digest))
         _refuse_revoked(digests, trust)
-        manifest = parse(RebuildManifest, data, MANIFEST)
+        manifest = parse_manifest(data)
         _refuse_rollback(manifest, trust)
         check_version(manifest)
         check_table(files, manifest, digests)
@@ -295,6 +297,12 @@ def parse(kind: type[M], data: bytes, where: str) -> M:
                           hint="report this core to whoever built it") from err
 
 
+def parse_manifest(data: bytes) -> RebuildManifest:
+    """Parse the verified bytes of manifest.pb. Raises MANIFEST_MALFORMED, or MANIFEST_LIMIT before it takes memory."""
+    check_manifest_bytes(data)
+    return parse(RebuildManifest, data, MANIFEST)
+
+
 def check_version(manifest: RebuildManifest) -> None:
     """The format is one that this runtime reads, and needs nothing that it does not know."""
     if manifest.format_version != FORMAT_VERSION:
@@ -336,7 +344,13 @@ def check_table(files: CoreFiles, manifest: RebuildManifest, digests: Mapping[st
 
 def check_contents(files: CoreFiles, manifest: RebuildManifest) -> Contents:
     """Step 9: read the small files whole, compare them with their digests, and only then parse and check them."""
-    held = {entry.path: _read_whole(files, entry) for entry in manifest.files if entry.role in _EAGER_ROLES}
+    eager = [entry for entry in manifest.files if entry.role in _EAGER_ROLES]
+    nbytes = sum(entry.ref.size_bytes for entry in eager)
+    if nbytes > MAX_EAGER_BYTES:
+        raise FormatError("MANIFEST_LIMIT", "the files that are read whole are too large", where=MANIFEST,
+                          expected=f"at most {MAX_EAGER_BYTES} bytes of {', '.join(_EAGER_ROLES)}", got=nbytes,
+                          hint="report this core to whoever built it; it is signed but not well formed")
+    held = {entry.path: _read_whole(files, entry) for entry in eager}
     paths = {entry.ref.digest: entry.path for entry in manifest.files if entry.path in held}
     symbols: dict[int, list[str]] = {}
     for kernel in manifest.kernels:
@@ -348,6 +362,7 @@ def check_contents(files: CoreFiles, manifest: RebuildManifest) -> Contents:
     graph_sets: dict[bytes, GraphSet] = {}
     for graph_file in manifest.graph_files:
         digest = graph_file.file.digest
+        check_graph_bytes(held[paths[digest]], paths[digest])
         graph_set = parse(GraphSet, held[paths[digest]], paths[digest])
         check_graph_set(graph_set, manifest, graph_file.target_id)
         graph_sets[digest] = graph_set

@@ -12,20 +12,22 @@ import pytest
 from dflash_core.errors import DflashError
 
 MAX_SECONDS = 5.0
+MAX_WAIT_SECONDS = 30.0
+"""On a machine that others load as well."""
 MAX_BYTES = 256 << 20
 
 
 @contextlib.contextmanager
 def refused(code: str) -> Iterator[None]:
-    """The block must raise a DflashError with this code, within five seconds and 256 MiB."""
+    """The block must raise a DflashError with this code, within five seconds of work and 256 MiB."""
     before = _peak_bytes(reset=True)
-    start = time.perf_counter()
+    start, work = time.perf_counter(), time.process_time()
     with pytest.raises(DflashError) as caught:
         yield
-    seconds = time.perf_counter() - start
+    seconds, worked = time.perf_counter() - start, time.process_time() - work
     assert caught.value.code == code, caught.value
     assert caught.value.where and caught.value.what and "\x1b" not in str(caught.value)
-    assert seconds < MAX_SECONDS
+    assert worked < MAX_SECONDS and seconds < MAX_WAIT_SECONDS
     assert _peak_bytes() - before < MAX_BYTES
 
 

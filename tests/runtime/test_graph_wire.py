@@ -97,3 +97,26 @@ def test_accepts_what_the_parser_accepts_and_refuses_what_it_refuses():
             check_graph_bytes(bytes(data))
         except DflashError as err:
             assert err.code == "MANIFEST_UNKNOWN", data.hex()
+
+
+@pytest.mark.parametrize("inner", [b"\x4a\x00", b"\x82\x01\x00"], ids=["relocations", "accesses"])
+def test_refuses_a_node_that_holds_millions_of_messages(inner: bytes):
+    node = length_prefixed(b"\x2a", inner * 100_000)
+    data = b"\x08\x01" + length_prefixed(b"\x1a", node * 40)
+
+    with refused("GRAPH_LIMIT"):
+        check_graph_bytes(data)
+
+
+def test_refuses_a_node_larger_than_any_launch():
+    data = b"\x08\x01" + length_prefixed(b"\x1a", length_prefixed(b"\x2a", length_prefixed(b"\x42", bytes(2**20 + 1))))
+
+    with refused("GRAPH_LIMIT"):
+        check_graph_bytes(data)
+
+
+def test_refuses_a_file_of_many_graphs_that_each_keep_the_limit():
+    data = b"\x08\x01" + length_prefixed(b"\x1a", b"\x32\x00" * 2**20) * 3
+
+    with refused("GRAPH_LIMIT"):
+        check_graph_bytes(data)
