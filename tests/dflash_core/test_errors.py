@@ -17,7 +17,7 @@ FULL = ConvertError("BLOCK_DIVISION", "row does not divide into NVFP4 blocks", w
         pytest.param({"expected": 3}, "it broke: expected 3", id="expected"),
         pytest.param({"got": 4}, "it broke: got 4", id="got"),
         pytest.param({"expected": 3, "got": 4}, "it broke: expected 3, got 4", id="both"),
-        pytest.param({"expected": 0, "got": ""}, "it broke: expected 0, got ", id="zero and empty are values"),
+        pytest.param({"expected": "", "got": 0}, "it broke: expected , got 0", id="zero and empty are values"),
         pytest.param({"where": "here"}, "it broke\n   at: here", id="where"),
         pytest.param({"hint": "mend it"}, "it broke\n hint: mend it", id="hint"),
         pytest.param({"expected": [1], "got": (2,), "where": "here", "hint": "mend it"},

@@ -209,6 +209,7 @@ def test_template_without_its_override_is_another_graph():
 def test_overrides_leave_the_template_as_it_is():
     small = Small()
     as_template(small, np.float32(75).tobytes())
+    small.graph.overrides.add(node_id=0, grid=pb.Dim3(x=1, y=1, z=1), dynamic_shared_bytes=5)
     before = small.templates[0].SerializeToString()
 
     small.run()

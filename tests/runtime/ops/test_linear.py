@@ -61,6 +61,11 @@ def test_bf16_activations_meet_fp32_weights_unrounded():
     assert run(bf16([[2]]), weight, result=DType.F32).tolist() == [[2 + 2.0**-11]]
 
 
+def test_fp32_activations_are_not_rounded_to_the_type_of_the_result():
+    """257 + 1 = 258; 257 in bf16 is 256, and 256 + 1 rounds back to 256."""
+    assert run(np.array([[257, 1]], np.float32), bf16([[1, 1]])).tolist() == [[258]]
+
+
 def test_mxfp8_weight_is_code_times_block_scale():
     """Blocks of 32 with scales 1 and 2**-3: 32 + 32 / 8 + one code of 448 / 8 in place of 1 / 8."""
     codes = np.full((2, 64), ONE_E4M3, np.uint8)
@@ -194,10 +199,12 @@ def test_number_of_threads_changes_no_byte(threads, out_features, in_features, f
     assert out_features * in_features >= linear.SPLIT_ELEMENTS
     expected = run(x, result=DType.F32, **parts)
 
-    workers = Crew(threads)
+    workers, asked, block_rows = Crew(threads), [], linear._block_rows
     monkeypatch.setattr(linear, "crew", lambda: workers)
+    monkeypatch.setattr(linear, "_block_rows", lambda *shape: asked.append(shape) or block_rows(*shape))
 
     assert run(x, result=DType.F32, **parts).tobytes() == expected.tobytes()
+    assert asked == [(out_features, in_features, TILE)]
 
 
 @pytest.mark.parametrize(
