@@ -1,4 +1,4 @@
-"""dflash-run: make a key, verify a core, look into one, generate text with it.
+"""dflash-run: make a key, verify a core, look into one, compare two, generate text.
 
 Each command is one function; the work is done elsewhere, in modules that are imported inside the command, so that
 `dflash-run --help` stays fast.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from dflash_core.errors import ExitCode
 
 from .console import ByteProgress, human_bytes, print_json, printable, run_command
 
@@ -120,6 +121,39 @@ def inspect(
         from .inspect_table import print_report
 
         print_report(report)
+
+
+@app.command()
+def diff(
+    left: Annotated[Path, typer.Argument(metavar="A", help="Directory of a core.")],
+    right: Annotated[Path, typer.Argument(metavar="B", help="Directory of the core to compare it with.")],
+    trust: Annotated[
+        Path | None,
+        typer.Option("--trust", metavar="TRUST", help="Verify both first; without it nothing is authenticated."),
+    ] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option("--fail-on", metavar="PART", help="Exit with 7 if target, draft or graphs differ; repeatable."),
+    ] = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show what differs between two cores: precision, tensors, graphs."""
+    with run_command(json_output):
+        from .diff import diff_cores, parts_named
+        from .trust import TrustPolicy
+
+        parts = parts_named(fail_on or [])
+        report = diff_cores(left, right, None if trust is None else TrustPolicy.load(trust))
+        if json_output:
+            print_json(report.as_dict())
+        else:
+            from .diff_table import print_diff
+
+            print_diff(report)
+        failed = [part.value for part in parts if report.differs(part)]
+        if failed:
+            print(f"the cores differ in: {', '.join(failed)}", file=sys.stderr)
+            raise typer.Exit(int(ExitCode.QUALITY))
 
 
 @app.command()
