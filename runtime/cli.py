@@ -1,4 +1,4 @@
-"""dflash-run: make a key, verify a core, look into one, compare two, generate text.
+"""dflash-run: make a key, sign, verify and pack cores, look into one, compare two, generate text.
 
 Each command is one function; the work is done elsewhere, in modules that are imported inside the command, so that
 `dflash-run --help` stays fast.
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from dflash_core.errors import ExitCode
+from dflash_core.errors import DflashError, ExitCode
 
-from .console import ByteProgress, human_bytes, print_json, printable, run_command
+from .console import ByteProgress, human_bytes, print_json, printable, report_error, run_command
 
 app = typer.Typer(
     help="Verify, inspect and run signed cores.", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-CoreArgument = Annotated[Path, typer.Argument(metavar="CORE", help="Directory of the core.")]
+CoreArgument = Annotated[Path, typer.Argument(metavar="CORE", help="Directory of the core, or its archive.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 TrustOption = Annotated[
     Path | None,
@@ -31,6 +31,16 @@ TrustOption = Annotated[
 def main() -> None:
     """Entry point of `dflash-run`."""
     app()
+
+
+def core_bytes(core: Path) -> int:
+    """About how many bytes a core has, for a progress bar; 0 when that cannot be told."""
+    try:
+        if core.is_dir():
+            return sum(item.lstat().st_size for item in core.rglob("*"))
+        return core.stat().st_size
+    except OSError:
+        return 0
 
 
 def trust_path(option: Path | None) -> Path:
@@ -58,44 +68,148 @@ def keygen(
 
 
 @app.command()
-def verify(
+def sign(
     core: CoreArgument,
+    key: Annotated[Path, typer.Option("--key", metavar="KEY", help="Private key, PKCS#8 PEM.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Add a signature to a core that exists; no other byte changes."""
+    with run_command(json_output):
+        from .keys import keyid, load_private_key
+        from .sign import sign_core
+
+        progress = ByteProgress(json_output)
+        private = load_private_key(key)
+        total = core_bytes(core)
+        with progress.stage("sign", total) as on_bytes:
+            written = sign_core(core, private, on_bytes=on_bytes)
+        progress.done("sign", f"{human_bytes(total)}   every file was read and checked")
+        if json_output:
+            print_json({"signature": str(written), "keyid": keyid(private.public_key())})
+            return
+        print(f"signed      {printable(str(written))}")
+
+
+@app.command()
+def verify(
+    cores: Annotated[list[Path], typer.Argument(metavar="CORE...", help="Directories or archives.")],
     trust: TrustOption = None,
     full: Annotated[
         bool, typer.Option("--full", help="Also read all weights, and check whole-file digests.")
     ] = False,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="Compare requirements with this device, e.g. cpu.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that trusted keys have signed exactly the bytes of a core."""
+    """Check that trusted keys have signed exactly the bytes of one or more cores."""
     with run_command(json_output):
         from .trust import TrustPolicy
-        from .verify import verify as verify_core
+        from .verify_report import refusal, verify_one
 
         progress = ByteProgress(json_output)
         policy = TrustPolicy.load(trust_path(trust))
-        with progress.stage("verify", 0), verify_core(core, policy) as verified:
-            manifest, nbytes = verified.manifest, verified.nbytes
-            progress.done("verify", f"{len(manifest.files) + 1} files   signatures, digests, structure")
-            if full:
-                with progress.stage("read", nbytes) as on_bytes:
-                    verified.read_full(on_bytes)
-                progress.done("read", f"{human_bytes(nbytes)}   every chunk and whole-file digest")
+        stage = "read" if full else "verify"
+        exit_code = ExitCode.OK
+        documents: list[dict[str, Any]] = []
+        for core in cores:
+            try:
+                with progress.stage(stage, core_bytes(core) if full else 0) as on_bytes:
+                    report = verify_one(core, policy, device=device, full=full, on_bytes=on_bytes)
+            except DflashError as err:
+                if len(cores) == 1:
+                    raise
+                exit_code = exit_code or err.exit_code
+                documents.append({"core": str(core), "error": err.as_dict()})
+                if not json_output:
+                    print(refusal(core, err), flush=True)
+                    report_error(err, json_output)
+                continue
+            exit_code = exit_code or (ExitCode.OK if report.fits else ExitCode.INCOMPATIBLE)
+            progress.done(stage, f"{human_bytes(report.nbytes)}   every chunk and whole-file digest" if full
+                          else f"{report.files} files   signatures, digests, structure")
+            documents.append(report.as_dict())
+            if not json_output:
+                print("\n".join(report.lines() if len(cores) == 1 else [report.line()]), flush=True)
         if json_output:
-            print_json({
-                "core": str(core), "core_name": manifest.core_name, "release": manifest.release,
-                "core_digest": verified.core_digest, "full": full, "nbytes": nbytes,
-                "signers": [
-                    {"keyid": signer.keyid, "owner": signer.owner, "roles": list(signer.roles)}
-                    for signer in verified.signers
-                ],
-            })
+            print_json(documents[0] if len(cores) == 1 else {"cores": documents})
+        if exit_code:
+            raise typer.Exit(int(exit_code))
+
+
+@app.command()
+def pack(
+    core: CoreArgument,
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File to write.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Write a core as one file, which loads and verifies without being unpacked."""
+    with run_command(json_output):
+        from .pack import pack as pack_core
+
+        progress = ByteProgress(json_output)
+        with progress.stage("pack", core_bytes(core)) as on_bytes:
+            nbytes = pack_core(core, archive, on_bytes=on_bytes)
+        progress.done("pack", human_bytes(nbytes))
+        if json_output:
+            print_json({"archive": str(archive), "nbytes": nbytes})
             return
-        print(f"authentic   {printable(manifest.core_name)}   release {manifest.release}")
-        print(f"digest      {verified.core_digest}")
-        for signer in verified.signers:
-            print(f"signed by   {printable(signer.owner)} ({', '.join(signer.roles)})   key {signer.keyid[:16]}…")
-        if not full:
-            print("weights     each chunk is verified as it is loaded; --full reads them all now")
+        print(f"packed      {printable(str(archive))}   {human_bytes(nbytes)}")
+
+
+@app.command()
+def unpack(
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="Archive of a core.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make.")],
+    trust: TrustOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Verify an archive, and write its files into a new directory."""
+    with run_command(json_output):
+        from .pack import unpack as unpack_core
+        from .trust import TrustPolicy
+
+        progress = ByteProgress(json_output)
+        with progress.stage("unpack", core_bytes(archive)) as on_bytes:
+            digest = unpack_core(archive, directory, TrustPolicy.load(trust_path(trust)), on_bytes=on_bytes)
+        progress.done("unpack", "every byte was compared before it was written")
+        if json_output:
+            print_json({"core": str(directory), "core_digest": digest})
+            return
+        print(f"unpacked    {printable(str(directory))}   {digest}")
+
+
+policy_app = typer.Typer(help="Rules of a team about its cores.", no_args_is_help=True)
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command("check")
+def policy_check(
+    core: CoreArgument,
+    policy: Annotated[Path, typer.Option("--policy", metavar="POLICY", help="Rules, as TOML or JSON.")],
+    trust: TrustOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Hold a verified core against the rules that a team has written down."""
+    with run_command(json_output):
+        from dataclasses import asdict
+
+        from .policy import check_policy, read_policy
+        from .trust import TrustPolicy
+        from .verify import verify as verify_core
+
+        rules = read_policy(policy)
+        with verify_core(core, TrustPolicy.load(trust_path(trust))) as verified:
+            findings = check_policy(verified, rules)
+        passed = all(finding.met for finding in findings)
+        if json_output:
+            print_json({"core": str(core), "passed": passed, "findings": [asdict(finding) for finding in findings]})
+        else:
+            for finding in findings:
+                print(f"{'met' if finding.met else 'NOT MET':<10}  {finding.rule}: "
+                      f"expected {printable(finding.expected)}, found {printable(finding.found)}")
+        if not passed:
+            raise typer.Exit(int(ExitCode.QUALITY))
 
 
 @app.command()
@@ -105,16 +219,21 @@ def inspect(
         Path | None,
         typer.Option("--trust", metavar="TRUST", help="Verify first; without it nothing is authenticated."),
     ] = None,
+    sbom: Annotated[bool, typer.Option("--sbom", help="Print the core's parts as CycloneDX JSON.")] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Show what a core holds: identity, precision, graphs, memory, weights, signers."""
-    with run_command(json_output):
+    with run_command(json_output or sbom):
         from dataclasses import asdict
 
-        from .inspect import inspect_core
+        from .inspect import inspect_core, inspect_sbom
         from .trust import TrustPolicy
 
-        report = inspect_core(core, None if trust is None else TrustPolicy.load(trust))
+        policy = None if trust is None else TrustPolicy.load(trust)
+        if sbom:
+            print_json(inspect_sbom(core, policy))
+            return
+        report = inspect_core(core, policy)
         if json_output:
             print_json(asdict(report))
             return

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from dflash_core.effective import effective_precision, has_draft
 from dflash_core.formats import FORMATS
@@ -22,6 +23,7 @@ from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
 from .archive import open_core
+from .sbom import sbom
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
 from .verify import check_contents, check_version, file_sizes, parse_manifest, read_manifest, verify
@@ -154,6 +156,20 @@ def inspect_core(path: Path, trust: TrustPolicy | None) -> CoreReport:
         VerificationError, PolicyError: as `verify`; without `trust`, only for files that disagree with the manifest.
         FormatError, CompatibilityError: it breaks a structure rule or needs another runtime.
     """
+    manifest, core_digest, graph_sets, signers = _read(path, trust)
+    return _report(manifest, core_digest, graph_sets, signers)
+
+
+def inspect_sbom(path: Path, trust: TrustPolicy | None) -> dict[str, Any]:
+    """A core's parts as a CycloneDX document; arguments and errors as of `inspect_core`."""
+    manifest, core_digest, _, _ = _read(path, trust)
+    return sbom(manifest, core_digest)
+
+
+def _read(
+    path: Path, trust: TrustPolicy | None
+) -> tuple[RebuildManifest, str, Mapping[bytes, GraphSet], tuple[SignerSummary, ...] | None]:
+    """Manifest, core digest, graphs by file digest, and the signers; None when nobody asked who made the core."""
     if trust is None:
         with open_core(path) as files:
             data = read_manifest(files)
@@ -161,11 +177,11 @@ def inspect_core(path: Path, trust: TrustPolicy | None) -> CoreReport:
             check_version(manifest)
             check_manifest_structure(manifest, file_sizes(files))
             graph_sets = check_contents(files, manifest).graph_sets
-        return _report(manifest, hashlib.sha256(data).hexdigest(), graph_sets, signers=None)
+        return manifest, hashlib.sha256(data).hexdigest(), graph_sets, None
     with verify(path, trust) as core:
         graph_sets = {item.file.digest: core.graph_set(item) for item in core.manifest.graph_files}
         signers = tuple(SignerSummary(signer.keyid, signer.owner, signer.roles) for signer in core.signers)
-        return _report(core.manifest, core.core_digest, graph_sets, signers)
+        return core.manifest, core.core_digest, graph_sets, signers
 
 
 def _report(
