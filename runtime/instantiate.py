@@ -29,10 +29,9 @@ from runtime.ops import (
     Op,
     Operand,
     Prepared,
-    Step,
     find_op,
 )
-from runtime.run import LoadedCore, LoadedGraph
+from runtime.run import BoundNode, LoadedCore, LoadedGraph
 
 
 def instantiate(mapped: MappedCore) -> LoadedCore:
@@ -85,6 +84,10 @@ def _apply(node: pb.GraphNode, override: pb.NodeOverride) -> None:
         node.relocations.extend([*kept, changed])
 
 
+def _nothing() -> None:
+    """What an empty node does."""
+
+
 class _Binder:
     def __init__(self, mapped: MappedCore) -> None:
         self.mapped = mapped
@@ -97,21 +100,24 @@ class _Binder:
     def bind(self, graph: pb.Graph) -> LoadedGraph:
         nodes, edges = graph_nodes(graph, self.mapped.checked.templates)
         patches = {(o.node_id, p.param_index): p.value for o in graph.overrides for p in o.params}
-        steps = [self._step(graph.name, node, patches) for node in nodes]
-        return LoadedGraph(graph.name, graph.role, graph.bucket.batch, graph.bucket.query_tokens, tuple(steps),
-                           tuple((getattr(e, "from"), e.to) for e in edges))
+        bound = tuple(self._node(graph.name, node, patches) for node in nodes)
+        steps = tuple(_nothing if node is None else node.op.bind(node.args) for node in bound)
+        return LoadedGraph(graph.name, graph.role, graph.bucket.batch, graph.bucket.query_tokens, steps,
+                           tuple((getattr(e, "from"), e.to) for e in edges), bound)
 
-    def _step(self, graph_name: str, node: pb.GraphNode, patches: dict[tuple[int, int], bytes]) -> Step:
+    def _node(
+        self, graph_name: str, node: pb.GraphNode, patches: dict[tuple[int, int], bytes]
+    ) -> BoundNode | None:
         where = f"graph {graph_name} node {node.node_id} {node.debug_name}".rstrip()
         if node.kind == pb.EMPTY:
-            return lambda: None
+            return None
         if node.kind != pb.KERNEL:
             raise CompatibilityError("NODE_KIND", "this runtime does not run this kind of node on a CPU", where=where,
                                      expected="KERNEL", got=pb.NodeKind.Name(node.kind))
         op = self._op(node.kernel_id, where)
         args = self._args(op, node, patches, where)
         _check_accesses(op, node, args, where)
-        return op.bind(args)
+        return BoundNode(op, args, node)
 
     def _op(self, kernel_id: int, where: str) -> Op:
         if kernel_id not in self.variants:

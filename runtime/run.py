@@ -15,15 +15,24 @@ from typing import Any, Self
 
 import numpy as np
 from dflash_core.errors import CompatibilityError
-from dflash_core.v1 import manifest_pb2
+from dflash_core.v1 import graph_pb2, manifest_pb2
 
 from runtime.mapping import MappedCore
-from runtime.ops import DTYPE_BY_NAME, Array, Step
+from runtime.ops import DTYPE_BY_NAME, Args, Array, Op, Step
+
+
+@dataclass(frozen=True, slots=True)
+class BoundNode:
+    """What a kernel node runs on: its op, and its arguments as arrays over the buffers' memory."""
+
+    op: Op
+    args: Args
+    node: graph_pb2.GraphNode
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedGraph:
-    """One launchable graph: a bound step per node, and the edges that order them."""
+    """One launchable graph: a bound step per node, and the edges that order them. An empty node has no arguments."""
 
     name: str
     role: str
@@ -31,6 +40,7 @@ class LoadedGraph:
     query_tokens: int
     steps: tuple[Step, ...]
     edges: tuple[tuple[int, int], ...]
+    bound: tuple[BoundNode | None, ...] = ()
 
     def run(self, order: Sequence[int] | None = None) -> None:
         """Run all nodes, in list order or in the given one."""
@@ -71,6 +81,7 @@ class LoadedCore:
         self.core_digest = mapped.checked.verified.core_digest
         self.io: dict[str, Array] = {b.name: self._bound(b) for b in self.manifest.contract.io}
         self._flat = {name: array.reshape(-1) for name, array in self.io.items()}
+        self.memory = mapped.memory
         self.symbols = {s.name: mapped.checked.symbols[s.symbol_id] for s in self.manifest.symbols}
 
     def __enter__(self) -> Self:
