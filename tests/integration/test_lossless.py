@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from runtime import Engine, LoadedCore, Request
-from runtime.engine import Completion
+from runtime.engine import Completion, StepKind
 from runtime.ops import DType
 from tests.integration.cores import Signer, make_core
 from tests.integration.drive import Lane
@@ -17,6 +17,7 @@ from tests.integration.reference import read_reference
 from tests.oracles.zlab_pair import MASK_TOKEN, DraftKind, Pair, PairSpec, make_pair
 
 NEW_TOKENS = 48
+Prompted = tuple[Sequence[int], Request]
 TINY = [
     pytest.param((PairSpec(), DType.F32), id="block-8-f32"),
     pytest.param((PairSpec(), DType.BF16), id="block-8-bf16"),
@@ -51,26 +52,28 @@ def demo(request: pytest.FixtureRequest) -> LoadedCore:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A completion, and the bytes of every logits row that decided one of its tokens."""
+    """A completion, and the bytes of the logits row that decided each of its tokens after the first."""
 
     completion: Completion
     logits: tuple[bytes, ...]
 
 
 def watch(core: LoadedCore, prompt: Sequence[int], request: Request,
-          companions: Sequence[tuple[Sequence[int], Request]] = ()) -> Watched:
-    """Run a prompt, first in a batch with others if there are any."""
+          before: Sequence[Prompted] = (), after: Sequence[Prompted] = ()) -> Watched:
+    """Run a prompt in a batch with others, admitted before and after it."""
     engine = Engine(core)
+    for other, other_request in before:
+        engine.add(other, other_request)
     sequence = engine.add(prompt, request)
-    for other, other_request in companions:
+    for other, other_request in after:
         engine.add(other, other_request)
     logits = []
-    while sequence.finish_reason is None:
-        for output in engine.step():
-            if output.sequence is sequence:
-                logits += [row.tobytes() for row in core.io["logits"][:len(output.record.tokens)]]
     while not engine.idle:
-        engine.step()
+        stepped = [output for output in engine.step() if output.record.kind is not StepKind.PREFILL]
+        for lane, output in enumerate(stepped):
+            if output.sequence is sequence:
+                rows = core.io["emitted"].shape[1] if output.record.kind is StepKind.VERIFY else 1
+                logits += [core.io["logits"][lane * rows + i].tobytes() for i in range(len(output.record.tokens))]
     return Watched(sequence.completion(), tuple(logits))
 
 
@@ -123,12 +126,15 @@ def _assert_verify_is_decode(core: LoadedCore, prompt: Sequence[int], text: Sequ
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("speculation", [True, False], ids=["speculating", "plain"])
 def test_companions_in_the_batch_change_nothing(tiny: Tiny, temperature: float, speculation: bool) -> None:
+    def companion(length: int, new_tokens: int) -> Prompted:
+        return random_tokens(length, seed=length), Request(max_tokens=new_tokens, temperature=1.0, top_p=0.9,
+                                                           seed=length, speculation=speculation)
+
     request = Request(max_tokens=NEW_TOKENS, temperature=temperature, seed=5, speculation=speculation)
-    others = [(random_tokens(length, seed=length),
-               Request(max_tokens=60 + length, temperature=1.0, seed=length, speculation=speculation))
-              for length in (3, 17, 70)]
     alone = watch(tiny.core, tiny.pair.prompt, request)
-    together = watch(tiny.core, tiny.pair.prompt, request, others)
+    # The first of them ends soon: from then on the watched sequence's lane is not its slot.
+    together = watch(tiny.core, tiny.pair.prompt, request, before=[companion(3, 4)],
+                     after=[companion(17, 60), companion(70, 90), companion(5, 30)])
     assert together == alone
 
 
@@ -171,11 +177,11 @@ def test_any_order_that_keeps_the_edges_gives_the_same_bytes(tiny: Tiny, seed: i
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(max_tokens=24, temperature=temperature, seed=seed)
     companions = [(random_tokens(9, seed=9), request), (random_tokens(70, seed=70), request)]
-    in_order = watch(tiny.core, tiny.pair.prompt, request, companions)
+    in_order = watch(tiny.core, tiny.pair.prompt, request, after=companions)
     shuffled = {name: replace(graph, steps=tuple(graph.steps[i] for i in graph.shuffled_order(seed)), edges=())
                 for name, graph in tiny.core.graphs.items()}
     monkeypatch.setattr(tiny.core, "graphs", shuffled)
-    assert watch(tiny.core, tiny.pair.prompt, request, companions) == in_order
+    assert watch(tiny.core, tiny.pair.prompt, request, after=companions) == in_order
 
 
 def test_shuffling_does_move_nodes_and_forgets_none(tiny: Tiny) -> None:
