@@ -36,7 +36,7 @@ def load(path: Path, *, trust: TrustPolicy, device: str = "cpu", threads: int | 
         path: the core's directory.
         trust: whose signatures are accepted.
         device: "cpu"; "cuda" for the first visible GPU, "cuda:1" for the second.
-        threads: threads that read and hash the weights; None: 2 for a CPU, one per processor and at most 8 for a GPU.
+        threads: threads that read and hash the weights; None: 2 for a CPU, one per processor for a GPU, at most 16.
         on_bytes: told the size of each verified chunk of weights.
     Returns:
         The core, ready to run. Nothing has run yet.

@@ -62,14 +62,19 @@ class FunctionAttribute(Enum):
 
 COMPUTE_MODE_PROHIBITED = 2
 
+# After a kernel faulted, every call on that device fails in this process, a new context included (driver 580, H200).
+_LOST = "the GPU is lost to this process: start it again, and report the core whose kernel faulted"
 _HINTS = {
     "CUDA_ERROR_OUT_OF_MEMORY": "free device memory, or use a smaller core",
     "CUDA_ERROR_NO_DEVICE": "check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "reboot, or reload the kernel module that fits the driver library",
     "CUDA_ERROR_UNSUPPORTED_PTX_VERSION": "update the NVIDIA driver",
     "CUDA_ERROR_NO_BINARY_FOR_GPU": "export the core for this GPU's architecture",
-    "CUDA_ERROR_ILLEGAL_ADDRESS": "close every core of this process before loading another; report this core",
-    "CUDA_ERROR_LAUNCH_FAILED": "close every core of this process before loading another; report this core",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": _LOST,
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION": _LOST,
+    "CUDA_ERROR_LAUNCH_FAILED": _LOST,
+    "CUDA_ERROR_LAUNCH_TIMEOUT": _LOST,
+    "CUDA_ERROR_MISALIGNED_ADDRESS": _LOST,
 }
 
 
@@ -114,7 +119,7 @@ class Driver:
 
     def _error(self, name: str, status: Any, where: str) -> DriverError:
         code = getattr(status, "name", None) or f"CUDA_ERROR_{int(status)}"
-        _, text = self._api.cuGetErrorString(status)
+        text = self._api.cuGetErrorString(status)[1]
         what = text.decode() if isinstance(text, bytes) else "a CUDA call failed"
         return DriverError(code, what, where=f"{name} {where}".rstrip(), hint=_HINTS.get(code, ""))
 
@@ -147,10 +152,6 @@ class Driver:
 
     def release_context(self, device: DeviceHandle) -> None:
         self._call("cuDevicePrimaryCtxRelease", device)
-
-    def reset_context(self, device: DeviceHandle) -> None:
-        """Destroy everything in the device's primary context, whoever holds it; the next retain starts a sound one."""
-        self._call("cuDevicePrimaryCtxReset", device)
 
     def use(self, context: Context) -> None:
         """Make a context current in this thread."""

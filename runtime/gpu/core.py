@@ -11,6 +11,7 @@ wrote them; everything else is copied when it is asked for.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
@@ -99,7 +100,7 @@ class GpuCore:
         self.close()
 
     def close(self) -> None:
-        """Give back memory, graphs, modules and files. A device that has failed is left usable for the next core."""
+        """Give back memory, graphs, modules and files; never raises, also after a kernel has faulted."""
         if self._closed:
             return
         self._closed = True
@@ -200,6 +201,41 @@ class GpuCore:
         self._driver.synchronize(self._stream)
         self._busy = False
 
+    def recorded(self, graph_name: str) -> graph_pb2.Graph:
+        """A graph as the core records it."""
+        return next(g for g in self._recorded if g.name == graph_name)
+
+    def run_node(self, graph_name: str, index: int) -> None:
+        """Run one node of a graph by itself and wait for it: for comparing node by node, not for serving."""
+        source = self.recorded(graph_name)
+        alone = graph_pb2.Graph(name=source.name, role=source.role)
+        alone.nodes.append(source.nodes[index])
+        self._device.use()
+        executable = self._pool.builder.executable(alone, self._stream)
+        try:
+            self._driver.launch(executable, self._stream, f"graph {graph_name} node {index}")
+            self._driver.synchronize(self._stream)
+        finally:
+            self._driver.destroy_executable(executable)
+
+    def read_buffer(self, buffer_id: int, offset: int, nbytes: int) -> bytearray:
+        """Bytes of a buffer as the device holds them."""
+        found = bytearray(nbytes)
+        if nbytes:
+            self.synchronize()
+            self._driver.copy_out(address_of_bytes(found), self._memory.buffers[buffer_id] + offset, nbytes,
+                                  self._stream)
+            self._driver.synchronize(self._stream)
+        return found
+
+    def write_buffer(self, buffer_id: int, offset: int, data: bytearray) -> None:
+        """Replace bytes of a buffer on the device."""
+        if data:
+            self.synchronize()
+            self._driver.copy_in(self._memory.buffers[buffer_id] + offset, address_of_bytes(data), len(data),
+                                 self._stream)
+            self._driver.synchronize(self._stream)
+
     def _bound(self, binding: manifest_pb2.IoBinding) -> _Binding:
         place = self._memory.layout.places[binding.buffer_id]
         code = _CODES.get(binding.dtype)
@@ -221,18 +257,21 @@ class GpuCore:
             raise IndexError(f"{binding.name} has {size} elements, not {offset} to {offset + count}")
 
 
+def address_of_bytes(data: bytearray) -> int:
+    """Address of a byte array's memory; the array must not be resized while it is used."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
 def release_all(device: GpuDevice, releases: Releases) -> None:
     """Give back all that a core took on a device, the context last.
 
-    A kernel that faulted leaves the context unusable: every call of this process on that device fails until the
-    context is gone. It is then reset, so that the next core starts on a sound one.
+    After a kernel faulted the driver refuses every call and has taken everything back by itself; that is logged.
     """
+    releases.add(device.use)
+    errors = releases.close()
     try:
-        device.use()
-        errors = releases.close()
+        device.close()
     except DriverError as err:
-        errors = (err, *releases.close())
+        errors = (*errors, err)
     if errors:
         _log.warning("the device did not take everything back: %s", errors[0])
-        device.reset()
-    device.close()

@@ -35,10 +35,6 @@ class GpuDevice:
         """Make the context current in this thread."""
         self.driver.use(self.context)
 
-    def reset(self) -> None:
-        """Destroy all that this process has on the device; for a context that a faulting kernel made unusable."""
-        self.driver.reset_context(self.handle)
-
     def close(self) -> None:
         self.driver.release_context(self.handle)
 

@@ -124,7 +124,7 @@ class GraphPool:
     """Executable graphs by name; a graph that the background thread has yet to build is waited for."""
 
     def __init__(self, builder: GraphBuilder, stream: Stream, releases: Releases) -> None:
-        self._builder, self._stream, self._releases = builder, stream, releases
+        self.builder, self._stream, self._releases = builder, stream, releases
         self._built: dict[str, GraphExec] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -136,10 +136,10 @@ class GraphPool:
         for graph in graphs:
             if self._stop:
                 return
-            executable = self._builder.executable(graph, self._stream)
+            executable = self.builder.executable(graph, self._stream)
             with self._changed:
                 self._releases.add(lambda executable=executable:  # type: ignore[misc]
-                                   self._builder.device.driver.destroy_executable(executable))
+                                   self.builder.device.driver.destroy_executable(executable))
                 self._built[graph.name] = executable
                 self._changed.notify_all()
 
@@ -147,7 +147,7 @@ class GraphPool:
         """Build graphs in a thread of their own."""
         def work() -> None:
             try:
-                self._builder.device.use()
+                self.builder.device.use()
                 self.build(graphs)
             except BaseException as err:
                 with self._changed:

@@ -21,7 +21,7 @@ from runtime.gpu.device import GpuDevice, Releases, open_device
 from runtime.gpu.graphs import GraphBuilder, GraphPool, load_order
 from runtime.gpu.kernels import load_kernels
 from runtime.gpu.layout import lay_out
-from runtime.gpu.memory import STAGING_BUFFERS, CoreMemory, Staging, allocate, default_threads, fill
+from runtime.gpu.memory import CoreMemory, Staging, allocate, default_threads, fill, staging_buffers
 from runtime.gpu.nodes import Addresses
 from runtime.gpu.phases import PhaseClock
 from runtime.trust import TrustPolicy
@@ -34,7 +34,7 @@ def load_on_gpu(path: Path, trust: TrustPolicy, device_name: str, *, threads: in
 
     Args:
         device_name: "cuda", or "cuda:N".
-        threads: threads that read and hash weights; None: one per processor, at most 8.
+        threads: threads that read and hash weights; None: one per processor, at most 16.
         on_bytes: told the size of each verified chunk of weights.
     Raises:
         PolicyError, VerificationError: it is not what trusted signers have signed.
@@ -97,7 +97,7 @@ class _Upload:
         self._releases.add(lambda: driver.destroy_stream(self._stream))
         self._error: BaseException | None = None
         try:
-            staging = Staging(device, self._stream, max(STAGING_BUFFERS, 2 * threads), self._releases)
+            staging = Staging(device, self._stream, staging_buffers(checked, threads), self._releases)
         except BaseException:
             self._releases.close()
             raise
