@@ -61,5 +61,6 @@ def _refuse(requirement: Requirement, core_name: str) -> None:
     if requirement.name == "memory":
         raise ResourceError("MEMORY", "the core does not fit in memory", where=core_name, expected=requirement.expected,
                             got=requirement.found, hint="free memory, or use a smaller core")
-    raise CompatibilityError(requirement.name.upper(), f"the core's {requirement.name} do not fit this machine",
-                             where=core_name, expected=requirement.expected, got=requirement.found)
+    raise CompatibilityError(requirement.name.upper(), f"the core needs another {requirement.name.replace('_', ' ')}",
+                             where=core_name, expected=requirement.expected, got=requirement.found,
+                             hint="use a core exported for this machine")

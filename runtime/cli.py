@@ -287,6 +287,7 @@ def generate(
     top_k: Annotated[int, typer.Option("--top-k", help="Most likely tokens that are kept; 0: all.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of every draw.")] = 0,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode without the draft.")] = False,
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
     json_output: JsonOption = False,
 ) -> None:
     """Continue a prompt; text goes to stdout as it comes."""
@@ -297,12 +298,14 @@ def generate(
 
         request = Request(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
                           speculation=not no_speculation)
-        done = generate_text(core, TrustPolicy.load(trust_path(trust)), prompt, request, chat=chat,
+        done = generate_text(core, TrustPolicy.load(trust_path(trust)), prompt, request, chat=chat, device=device,
                              on_text=_ignore_text if json_output else _show_text)
         if json_output:
             print_json(done.as_dict())
             return
         print()
+        if done.phases:
+            print(f"load        {done.phase_summary()}", file=sys.stderr)
         print(f"generate    {done.summary()}", file=sys.stderr)
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import runtime
 from runtime.engine import Completion, Engine, Request, StepKind, StepRecord
+from runtime.gpu.core import GpuCore
 from runtime.text import CoreText
 from runtime.trust import TrustPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A finished generation and its clock readings, in seconds."""
+    """A finished generation and its clock readings, in seconds; `phases` are those of a load onto a GPU."""
 
     prompt_tokens: int
     text: str
@@ -25,6 +26,7 @@ class Generated:
     load_s: float
     prefill_s: float
     decode_s: float
+    phases: Mapping[str, float]
 
     @property
     def decode_steps(self) -> int:
@@ -43,8 +45,12 @@ class Generated:
             "new_tokens": len(self.completion.tokens), "decode_steps": self.decode_steps,
             "tokens_per_step": self.completion.tokens_per_step, "tokens_per_s": self.tokens_per_s,
             "accepted_per_step": accepted, "load_s": self.load_s, "prefill_s": self.prefill_s,
-            "decode_s": self.decode_s,
+            "decode_s": self.decode_s, "load_phases": dict(self.phases),
         }
+
+    def phase_summary(self) -> str:
+        """Where the load's time went; empty for a CPU."""
+        return "   ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in self.phases.items())
 
     def summary(self) -> str:
         steps = self.decode_steps
@@ -54,19 +60,20 @@ class Generated:
                 f"load {self.load_s:.2f} s   first token {self.prefill_s:.2f} s")
 
 
-def generate(path: Path, trust: TrustPolicy, prompt: str, request: Request, *, chat: bool,
+def generate(path: Path, trust: TrustPolicy, prompt: str, request: Request, *, chat: bool, device: str = "cpu",
              on_text: Callable[[str], None]) -> Generated:
     """Load a core and continue one prompt with it.
 
     Args:
         request: sampling and limits; the model's own stop tokens are added.
         chat: wrap the prompt in the model's chat template as a user message.
+        device: "cpu", "cuda" or "cuda:N".
         on_text: told each piece of text as soon as it is known.
     """
     started = time.perf_counter()
-    with runtime.load(path, trust=trust) as core:
+    with runtime.load(path, trust=trust, device=device) as core:
         text = CoreText(core)
-        engine = Engine(core)
+        engine = Engine(core, record_candidates=False)
         loaded = time.perf_counter()
         ids = text.encode_chat([{"role": "user", "content": prompt}]) if chat else text.encode(prompt)
         stream = text.stream()
@@ -83,4 +90,4 @@ def generate(path: Path, trust: TrustPolicy, prompt: str, request: Request, *, c
         completion = engine.generate(ids, replace(request, stop_token_ids=stop), on_step)
         ended = time.perf_counter()
         return Generated(len(ids), text.decode(completion.tokens), completion, core.core_digest, loaded - started,
-                         first[0] - loaded, ended - first[0])
+                         first[0] - loaded, ended - first[0], core.phases if isinstance(core, GpuCore) else {})

@@ -75,12 +75,13 @@ def next_tokens(token: int, count: int) -> list[int]:
 
 def make_gpu_core(
     directory: Path, *, modules: Mapping[str, bytes] | None = None, weights: bytes | None = None,
-    edit: Callable[[RebuildManifest, GraphSet], object] | None = None,
+    tokenizer: bytes = TOKENIZER, edit: Callable[[RebuildManifest, GraphSet], object] | None = None,
 ) -> ToyCore:
     """Write and sign a core for sm_90a.
 
     Args:
         modules: module bytes by kernel symbol; without, an ELF file without code.
+        tokenizer: what tokenizer.json holds.
         weights: bytes of the weights; the first four are the toy's step.
         edit: changes manifest and graphs before they are written.
     """
@@ -89,13 +90,13 @@ def make_gpu_core(
     files: dict[str, w.FileEntry] = {}
     blob = _put(directory, files, "weights", ".bin", weights or struct.pack("<i", STEP) + bytes(WEIGHT_BYTES - 4))
     state = _put(directory, files, "state", ".bin", struct.pack("<2i", 0, 7))
-    config = _put(directory, files, "config", "", TOKENIZER)
+    config = _put(directory, files, "config", "", tokenizer)
     images = {symbol: _put(directory, files, "modules", ".cubin", data) for symbol, data in modules.items()}
     module_ids = {symbol: index for index, symbol in enumerate(modules)}
     manifest = RebuildManifest(
         format_version=1, core_name="toy-gpu", release=1,
         target=ModelIdentity(repository="toy/toy", revision="0" * 40, architecture="Toy", files=[
-            SourceFile(path="tokenizer.json", size_bytes=len(TOKENIZER), sha256=hashlib.sha256(TOKENIZER).digest())]),
+            SourceFile(path="tokenizer.json", size_bytes=len(tokenizer), sha256=hashlib.sha256(tokenizer).digest())]),
         weight_blobs=[w.WeightBlob(blob_id=0, file=blob.ref, alignment=256)],
         tensor_views=[w.TensorView(name="step", blob_id=0, size_bytes=blob.ref.size_bytes, dtype="i32",
                                    shape=[blob.ref.size_bytes // 4], sha256=bytes(32))],
