@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from dflash_core.errors import PlanError
 from dflash_core.formats import FORMATS, Format, divides, packed
 from dflash_core.v1.manifest_pb2 import RebuildManifest, RebuildSpeculation
 
+from exporter.convert.packed import PackedFormat, group_packed
 from exporter.draft_tensors import canonical_name
 from exporter.plan_rules import (
     BODY_FLAG,
@@ -37,7 +40,10 @@ from exporter.safetensors_header import TensorEntry
 
 __all__ = ["PlanRow", "PlannedTensor", "PrecisionPlan", "PrecisionSettings", "plan_precision", "plan_table"]
 
-_SOURCE_FORMATS = {"BF16": Format.BF16, "F16": Format.F16, "F32": Format.F32}
+_SOURCE_FORMATS: Mapping[str, Format | PackedFormat] = {
+    "BF16": Format.BF16, "F16": Format.F16, "F32": Format.F32, **{kind.value: kind for kind in PackedFormat},
+}
+PLAIN_DTYPES = ("BF16", "F16", "F32")
 _HEAD_ROLES = ("head", "embedding")  # a tied head is the embedding table
 
 
@@ -60,7 +66,7 @@ class PlannedTensor:
         role: the recipe's word for it; `group` is the part that reports sum up by.
         shape: logical shape.
         source_dtype: as the safetensors header spells it.
-        format: how the core stores it; None when it does not.
+        format: how the core stores it; a PackedFormat when its published bytes are kept; None when it does not.
         origin: what decided that.
         reason: why, in words.
         skipped: a conversion covers it, but the tensor cannot be converted; `reason` says why.
@@ -73,12 +79,22 @@ class PlannedTensor:
     group: str
     shape: tuple[int, ...]
     source_dtype: str
-    format: Format | None
+    format: Format | PackedFormat | None
     origin: Origin
     reason: str
     skipped: bool
     nbytes_before: int
     nbytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Fate:
+    """What becomes of a tensor: the fields of `PlannedTensor` that say so."""
+
+    format: Format | PackedFormat | None
+    origin: Origin
+    reason: str
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +178,25 @@ def plan_precision(
             HEAD_INELIGIBLE, DRAFT_NAME_TWICE.
         RecipeError: a recipe does not describe its checkpoint.
     """
+    with _no_garbage_collection():
+        return _plan(target, target_recipe, draft, draft_config, settings, draft_recipe)
+
+
+def _plan(
+    target: PlannedCheckpoint,
+    target_recipe: Recipe,
+    draft: PlannedCheckpoint | None,
+    draft_config: DraftFacts | None,
+    settings: PrecisionSettings,
+    draft_recipe: Recipe | None,
+) -> PrecisionPlan:
     assert (draft is None) == (draft_config is None)
     recorded = resolve(settings, target_recipe, draft_config)
     effective = _effective(recorded)
 
     # 1. The target, which no draft setting touches.
-    matched = _match(target_recipe, target.tensors, target.config)
-    planned_target = tuple(_plan_target(tensor, recorded) for tensor in matched)
+    matched = _match(target_recipe, group_packed(target.tensors)[0], target.config)
+    planned_target = _plan_target(matched, recorded)
 
     # 2. The draft, when one will run.
     planned_draft: tuple[PlannedTensor, ...] = ()
@@ -178,7 +206,7 @@ def plan_precision(
         if body.value == MXFP8:
             _check_body_possible(recipe, draft_config, body)
         matched = _match(recipe, _by_canonical_name(draft.tensors), draft.config)
-        planned_draft = tuple(_plan_draft(tensor, body) for tensor in matched)
+        planned_draft = _plan_draft(matched, body)
 
     # 3. The head that proposes.
     head = _plan_head(planned_target, recorded.draft_head_quantization)
@@ -199,6 +227,18 @@ def plan_table(plan: PrecisionPlan) -> tuple[PlanRow, ...]:
             groups.setdefault(tensor.group, []).append(tensor)
         rows += [_row(plan, part, group, members) for group, members in groups.items()]
     return tuple(rows)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A plan of a large model is a million small objects without a cycle: looking for cycles costs a third of it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _effective(recorded: RecordedPrecision) -> tuple[Effective, ...]:
@@ -222,43 +262,50 @@ def _match(
     recipe: Recipe, tensors: Mapping[str, TensorEntry], config: Mapping[str, Any]
 ) -> tuple[MatchedTensor, ...]:
     """Match, after refusing quantized tensors by name: their scales would match no row and hide what is wrong."""
-    odd = [name for name, entry in tensors.items() if entry.dtype not in _SOURCE_FORMATS]
+    odd = [name for name, entry in tensors.items() if entry.dtype not in PLAIN_DTYPES]
     for name, row in find_rows(recipe, odd, config).items():
-        if row is None or row.ignored:
+        if row is None or row.ignored or (row.passthrough and tensors[name].dtype in _SOURCE_FORMATS):
             continue
         entry = tensors[name]
         code, what = "TENSOR_QUANTIZED", "tensor is not in an element type that can be planned"
         if row.keep_reason:
             code, what = "RETAINED_QUANTIZED", f"tensor that always keeps checkpoint precision ({row.keep_reason}) " \
                 "is shipped quantized"
-        raise PlanError(code, what, where=f"{entry.name} in {entry.shard}", expected=" ".join(_SOURCE_FORMATS),
+        raise PlanError(code, what, where=f"{entry.name} in {entry.shard}", expected=" ".join(PLAIN_DTYPES),
                         got=entry.dtype, hint="take the checkpoint as it was first published")
     return match_tensors(recipe, tensors, config)
 
 
-def _plan_target(tensor: MatchedTensor, recorded: RecordedPrecision) -> PlannedTensor:
+def _plan_target(tensors: Sequence[MatchedTensor], recorded: RecordedPrecision) -> tuple[PlannedTensor, ...]:
     scope = recorded.online_mxfp8_scope
-    if scope is None or (ONLINE_MXFP8, scope) not in tensor.row.groups:
-        return _kept(tensor)
-    obstacle = _obstacle(tensor.entry.shape, Format.MXFP8)
-    if obstacle:
-        return replace(_kept(tensor), reason=obstacle, skipped=True)
-    return _stored(tensor, Format.MXFP8, recorded.scope_origin, f"online MXFP8, scope {scope}")
+
+    def fate(tensor: MatchedTensor) -> _Fate:
+        if scope is None or (ONLINE_MXFP8, scope) not in tensor.row.groups:
+            return _kept(tensor)
+        obstacle = tensor.row.keep_reason or _obstacle(tensor.entry.shape, Format.MXFP8)
+        if obstacle:
+            return replace(_kept(tensor), reason=obstacle, skipped=True)
+        return _Fate(Format.MXFP8, recorded.scope_origin, f"online MXFP8, scope {scope}")
+
+    return _planned(tensors, fate)
 
 
-def _plan_draft(tensor: MatchedTensor, body: Effective) -> PlannedTensor:
-    if body.value == CHECKPOINT or (DRAFT_BODY, "") not in tensor.row.groups:
-        return _kept(tensor)
-    fmt = Format(body.value)
-    obstacle = _obstacle(tensor.entry.shape, fmt)
-    if obstacle:
-        raise PlanError(
-            "BODY_INELIGIBLE", f"draft body cannot be converted: {obstacle}",
-            where=f"{tensor.entry.name} {list(tensor.entry.shape)}", expected=f"rows of whole {fmt.name} blocks",
-            hint="keep the body in checkpoint precision",
-        )
-    by = f"{BODY_FLAG} {fmt.value}" if body.origin is Origin.FLAG else "online MXFP8, scope all"
-    return _stored(tensor, fmt, body.origin, by)
+def _plan_draft(tensors: Sequence[MatchedTensor], body: Effective) -> tuple[PlannedTensor, ...]:
+    def fate(tensor: MatchedTensor) -> _Fate:
+        if body.value == CHECKPOINT or (DRAFT_BODY, "") not in tensor.row.groups:
+            return _kept(tensor)
+        fmt = Format(body.value)
+        obstacle = _obstacle(tensor.entry.shape, fmt)
+        if obstacle:
+            raise PlanError(
+                "BODY_INELIGIBLE", f"draft body cannot be converted: {obstacle}",
+                where=f"{tensor.entry.name} {list(tensor.entry.shape)}", expected=f"rows of whole {fmt.name} blocks",
+                hint="keep the body in checkpoint precision",
+            )
+        by = f"{BODY_FLAG} {fmt.value}" if body.origin is Origin.FLAG else "online MXFP8, scope all"
+        return _Fate(fmt, body.origin, by)
+
+    return _planned(tensors, fate)
 
 
 def _plan_head(target: Sequence[PlannedTensor], asked: str | None) -> PlannedTensor | None:
@@ -306,20 +353,38 @@ def _obstacle(shape: Sequence[int], fmt: Format) -> str:
     return ""
 
 
-def _kept(tensor: MatchedTensor) -> PlannedTensor:
+def _kept(tensor: MatchedTensor) -> _Fate:
     if tensor.row.ignored:
-        return _stored(tensor, None, Origin.CHECKPOINT, "claimed, and not stored")
+        return _Fate(None, Origin.CHECKPOINT, "claimed, and not stored")
     reason = tensor.row.keep_reason or "no setting asks for a conversion"
-    return _stored(tensor, _SOURCE_FORMATS[tensor.entry.dtype], Origin.CHECKPOINT, reason)
+    return _Fate(_SOURCE_FORMATS[tensor.entry.dtype], Origin.CHECKPOINT, reason)
 
 
-def _stored(tensor: MatchedTensor, fmt: Format | None, origin: Origin, reason: str) -> PlannedTensor:
-    entry, role = tensor.entry, tensor.row.role
-    nbytes_after = packed(fmt, entry.shape).total if fmt else 0
-    return PlannedTensor(
-        tensor.name, entry.name, role, role.partition("_")[0], entry.shape, entry.dtype, fmt, origin, reason, False,
-        entry.nbytes, nbytes_after,
-    )
+def _planned(
+    tensors: Sequence[MatchedTensor], fate_of: Callable[[MatchedTensor], _Fate]
+) -> tuple[PlannedTensor, ...]:
+    """What becomes of each tensor. Tensors of one row, shape and dtype share a fate: a model has few of those."""
+    fates: dict[tuple[int, tuple[int, ...], str], tuple[_Fate, str, int]] = {}
+    planned = []
+    for tensor in tensors:
+        entry, row = tensor.entry, tensor.row
+        key = (id(row), entry.shape, entry.dtype)
+        known = fates.get(key)
+        if known is None:
+            fate = fate_of(tensor)
+            known = fates[key] = (fate, row.role.partition("_")[0], _stored_nbytes(fate.format, entry))
+        fate, group, nbytes_after = known
+        planned.append(PlannedTensor(
+            tensor.name, entry.name, row.role, group, entry.shape, entry.dtype, fate.format, fate.origin, fate.reason,
+            fate.skipped, entry.nbytes, nbytes_after,
+        ))
+    return tuple(planned)
+
+
+def _stored_nbytes(fmt: Format | PackedFormat | None, entry: TensorEntry) -> int:
+    if isinstance(fmt, Format):
+        return packed(fmt, entry.shape).total
+    return entry.nbytes if fmt else 0
 
 
 def _tuning_identity(target: Sequence[PlannedTensor], recorded: RecordedPrecision) -> bytes:

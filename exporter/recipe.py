@@ -26,7 +26,8 @@ from exporter.recipe_shape import symbols_of
 SUFFIX = ".txtpb"
 ONLINE_MXFP8, DRAFT_BODY, DRAFT_HEAD = "online_mxfp8", "draft_body", "draft_head"
 
-SLOT_SYMBOLS = {"{layer}": "layers", "{expert}": "experts"}
+ANY_LENGTH = "*"
+SLOT_SYMBOLS = {"{layer}": "layers", "{expert}": "experts", "{block}": "blocks"}
 """Placeholder of a pattern -> symbol that counts it."""
 
 _PLACEHOLDER = re.compile(r"\{[^}]*\}")
@@ -45,15 +46,17 @@ class Row:
     """One family of tensors.
 
     Attributes:
-        pattern: tensor name in which {layer} and {expert} stand for decimal numbers.
-        shape: expressions in the recipe's symbols, outermost axis first.
+        pattern: tensor name in which {layer}, {expert} and {block} stand for decimal numbers.
+        shape: expressions in the recipe's symbols, outermost axis first; "*" is any length.
         role: what the tensors are; the part before the first "_" groups them in reports.
         optional: a checkpoint may lack them.
         groups: conversions that convert them: ("online_mxfp8", "all") or ("draft_body", "").
-        keep_reason: why they always keep checkpoint precision; empty when `groups` is not.
+        keep_reason: why they always keep checkpoint precision, `groups` or not.
         layer_type: only layers of this type have them; empty: every layer.
         fused_group: stored as one matrix with the rows of the same group.
         ignored: claimed, and not stored.
+        other_names: patterns under which some checkpoints spell them.
+        passthrough: they may come in a block format, whose bytes are then kept.
     """
 
     pattern: str
@@ -65,6 +68,8 @@ class Row:
     layer_type: str
     fused_group: str
     ignored: bool
+    other_names: tuple[str, ...] = ()
+    passthrough: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +89,14 @@ class Recipe:
     rows: tuple[Row, ...]
     conversions: Mapping[str, tuple[str, ...]]
     name_prefixes: tuple[str, ...]
+    layer_types: tuple[recipe_pb2.LayerType, ...]
 
     def bare(self, name: str) -> str:
         """A tensor name without the first of the recipe's prefixes that it carries."""
-        return next((name.removeprefix(prefix) for prefix in self.name_prefixes if name.startswith(prefix)), name)
+        for prefix in self.name_prefixes:
+            if name.startswith(prefix):
+                return name[len(prefix):]
+        return name
 
 
 def load_recipe(name_or_path: str | Path) -> Recipe:
@@ -109,6 +118,19 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     return recipe
 
 
+def find_recipe(architecture: str) -> Recipe | None:
+    """The shipped target recipe that names this architecture; None when there is none."""
+    recipes = (load_recipe(name) for name in known_recipes())
+    return next((recipe for recipe in recipes
+                 if recipe.kind is RecipeKind.TARGET and architecture in recipe.architectures), None)
+
+
+def known_recipes() -> tuple[str, ...]:
+    """The names of the shipped recipes, in order."""
+    names = (file.name for file in (resources.files("manifests") / "recipes").iterdir())
+    return tuple(sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)))
+
+
 def _read(name_or_path: str | Path) -> tuple[str, str]:
     if str(name_or_path).endswith(SUFFIX):
         path = Path(name_or_path)
@@ -116,12 +138,11 @@ def _read(name_or_path: str | Path) -> tuple[str, str]:
             return path.read_text("utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as cause:
             raise RecipeError("RECIPE_UNKNOWN", "recipe cannot be read", where=str(path)) from cause
-    folder = resources.files("manifests") / "recipes"
-    known = sorted(file.name.removesuffix(SUFFIX) for file in folder.iterdir() if file.name.endswith(SUFFIX))
+    known = known_recipes()
     if str(name_or_path) not in known:
         raise RecipeError("RECIPE_UNKNOWN", "there is no recipe of that name", expected=f"one of {', '.join(known)}",
                           got=repr(str(name_or_path)), hint=f"or give the path of a {SUFFIX} file")
-    file = folder / f"{name_or_path}{SUFFIX}"
+    file = resources.files("manifests") / "recipes" / f"{name_or_path}{SUFFIX}"
     return file.read_text("utf-8"), f"manifests/recipes/{file.name}"
 
 
@@ -133,7 +154,7 @@ def _recipe(message: recipe_pb2.Recipe, where: str) -> Recipe:
         Row(
             row.pattern, tuple(row.shape), row.role, row.optional,
             tuple((group, value) for group, _, value in (name.partition(":") for name in row.groups)),
-            row.keep_reason, row.layer_type, row.fused_group, row.ignored,
+            row.keep_reason, row.layer_type, row.fused_group, row.ignored, tuple(row.other_names), row.passthrough,
         )
         for row in message.tensors
     )
@@ -142,7 +163,7 @@ def _recipe(message: recipe_pb2.Recipe, where: str) -> Recipe:
         raise _broken(where, "conversion group is declared twice")
     return Recipe(
         message.name, kinds[message.kind], tuple(message.architectures), message.forward_implemented,
-        tuple(message.symbols), rows, conversions, tuple(message.name_prefixes),
+        tuple(message.symbols), rows, conversions, tuple(message.name_prefixes), tuple(message.layer_types),
     )
 
 
@@ -165,8 +186,15 @@ def _check(recipe: Recipe, where: str) -> None:
         if not symbol.name or symbol.name in known or not (symbol.keys or symbol.HasField("expression")):
             raise _broken(where, "symbol lacks a name or a source, or is given twice", got=symbol.name or "no name")
         known.add(symbol.name)
+    types: set[str] = set()
+    for layer_type in recipe.layer_types:
+        _check_layer_type(layer_type, types, known, where)
+        types.add(layer_type.name)
     for row in recipe.rows:
         _check_row(recipe, row, known, where)
+        if row.layer_type and row.layer_type not in types:
+            raise _broken(where, f"row {row.pattern} names a layer type that the recipe does not describe",
+                          expected=" or ".join(sorted(types)) or "a layer type", got=row.layer_type)
     twice = {(row.pattern, row.layer_type) for row in recipe.rows}
     if len(twice) != len(recipe.rows):
         raise _broken(where, "two rows have the same pattern and layer type")
@@ -176,10 +204,12 @@ def _check_row(recipe: Recipe, row: Row, known: set[str], where: str) -> None:
     place = f"row {row.pattern or '(no pattern)'}"
     if not row.pattern or not row.role:
         raise _broken(where, f"{place} lacks a pattern or a role")
-    if [bool(row.groups), bool(row.keep_reason), row.ignored].count(True) != 1:
+    if row.ignored == bool(row.groups or row.keep_reason):
         raise _broken(where, f"{place} does not say what becomes of its tensors",
-                      expected="exactly one of groups, keep_reason and ignored")
-    for slot in _PLACEHOLDER.findall(row.pattern):
+                      expected="groups, keep_reason or both; or ignored")
+    if any(_slots(name) != _slots(row.pattern) for name in row.other_names):
+        raise _broken(where, f"{place} has another name with other placeholders", expected=_slots(row.pattern))
+    for slot in _slots(row.pattern):
         if slot not in SLOT_SYMBOLS:
             raise _broken(where, f"{place} has an unknown placeholder", expected=" or ".join(SLOT_SYMBOLS), got=slot)
         if SLOT_SYMBOLS[slot] not in known:
@@ -191,7 +221,24 @@ def _check_row(recipe: Recipe, row: Row, known: set[str], where: str) -> None:
                           expected=f"one of {', '.join(_group_names(recipe))}",
                           got=f"{group}:{value}" if value else group)
     for axis in row.shape:
-        _check_symbols(axis, known, place, where)
+        if axis != ANY_LENGTH:
+            _check_symbols(axis, known, place, where)
+
+
+def _check_layer_type(layer_type: recipe_pb2.LayerType, types: set[str], known: set[str], where: str) -> None:
+    place = f"layer type {layer_type.name or '(no name)'}"
+    sources = [bool(layer_type.keys), bool(getattr(layer_type, "from")), bool(layer_type.other_than)]
+    if not layer_type.name or layer_type.name in types or sources.count(True) != 1:
+        raise _broken(where, f"{place} is given twice, or lacks a name or its one source",
+                      expected="exactly one of keys, from and other_than")
+    if layer_type.other_than and layer_type.other_than not in types:
+        raise _broken(where, f"{place} is other than a type that is not given before it", got=layer_type.other_than)
+    for expression in (getattr(layer_type, "from"), layer_type.every):
+        _check_symbols(expression, known, place, where)
+
+
+def _slots(pattern: str) -> list[str]:
+    return _PLACEHOLDER.findall(pattern)
 
 
 def _check_symbols(expression: str, known: set[str], place: str, where: str) -> None:

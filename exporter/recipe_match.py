@@ -9,22 +9,23 @@ accident.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import Any
 
 from dflash_core.errors import RecipeError
 
-from exporter.recipe import SLOT_SYMBOLS, Recipe, Row
+from exporter.recipe import ANY_LENGTH, SLOT_SYMBOLS, Recipe, Row
+from exporter.recipe_layers import layers_by_type, lookup
 from exporter.recipe_shape import evaluate
 from exporter.safetensors_header import TensorEntry
 
 MAX_NUMBERED = 100_000  # layers, experts: more is a damaged config
 MAX_LISTED = 12
 
-_SLOT = re.compile(r"\{[a-z]+\}|(?<![^.])\d+(?![^.])")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_SLOT = re.compile(r"\{[a-z]+\}")
+_WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def config_symbols(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, int]:
     """
     symbols: dict[str, int] = {}
     for symbol in recipe.symbols:
-        found = [(key, value) for key in symbol.keys if (value := _lookup(config, key)) is not None]
+        found = [(key, value) for key in symbol.keys if (value := lookup(config, key)) is not None]
         if found:
             symbols[symbol.name] = _count(*found[0])
         elif symbol.HasField("expression"):
@@ -68,16 +69,17 @@ def match_tensors(
     Args:
         recipe: the family.
         tensors: entry by the name that rows describe, which may differ from the entry's own.
-        config: config.json; gives the symbols, and each layer's type by `layer_types`.
+        config: config.json; gives the symbols, and each layer's types.
     Returns:
         One entry a tensor, in the order of `tensors`.
     Raises:
         RecipeError: TENSORS_UNMATCHED, one error that lists every tensor that matches no row or two, every tensor that
-            a row promises and the checkpoint lacks, and every shape that is not its row's. Also as `config_symbols`.
+            a row promises and the checkpoint lacks, every tensor under two names, and every shape that is not its
+            row's. Also as `config_symbols` and `exporter.recipe_layers.layers_by_type`.
     """
     families = _Families.of(recipe, config)
     matched: list[MatchedTensor] = []
-    unknown, ambiguous, misshapen = [], [], []
+    unknown, ambiguous, twice, misshapen = [], [], [], []
     for name, entry in tensors.items():
         found = families.fitting(recipe.bare(name))
         if not found:
@@ -86,12 +88,16 @@ def match_tensors(
             ambiguous.append(f"{name} ({' and '.join(family.row.pattern for family, _ in found)})")
         else:
             family, numbers = found[0]
-            if entry.shape != family.shape and not family.row.ignored:
-                misshapen.append(f"{name}: expected {list(family.shape)}, got {list(entry.shape)}")
+            if not family.has_shape(entry.shape):
+                misshapen.append(f"{name}: expected {family.shape_text}, got {list(entry.shape)}")
+            if numbers in family.seen:
+                twice.append(name)
             family.seen.add(numbers)
-            matched.append(MatchedTensor(name, entry, family.row, family.layer_of(numbers)))
+            layer = numbers[family.layer_at] if family.layer_at is not None else None
+            matched.append(MatchedTensor(name, entry, family.row, layer))
     missing = [name for family in families.members for name in islice(family.missing(), MAX_LISTED + 1)]
-    kinds = {"matches no row": unknown, "matches two rows": ambiguous, "missing": missing, "wrong shape": misshapen}
+    kinds = {"matches no row": unknown, "matches two rows": ambiguous, "given twice": twice, "missing": missing,
+             "wrong shape": misshapen}
     if any(kinds.values()):
         raise RecipeError(
             "TENSORS_UNMATCHED", f"recipe {recipe.name} does not describe this checkpoint",
@@ -114,79 +120,99 @@ class _Family:
     """A row against one config: the tensors it promises, and those that were seen.
 
     Attributes:
-        shape: the row's, evaluated.
-        slots: of the pattern's numbers in order: a placeholder, or a number that stands for itself.
-        allowed: the numbers that each placeholder of `slots` may take.
+        shape: the row's, evaluated; None is an axis of any length.
+        slots: the placeholders of the row's pattern, in order.
+        allowed: the numbers that each of `slots` may take, by their decimal text.
+        layer_at: position of {layer} in `slots`; None when it is not there.
         seen: numbers of the tensors that were matched.
     """
 
     row: Row
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     slots: tuple[str, ...]
-    allowed: tuple[Collection[int], ...]
+    allowed: tuple[Mapping[str, int], ...]
+    layer_at: int | None
     seen: set[tuple[int, ...]] = field(default_factory=set)
 
     def fit(self, digits: Sequence[str]) -> tuple[int, ...] | None:
         """The numbers that a name puts in the placeholders; None when it is not one of this family's names."""
-        numbers = []
-        allowed = iter(self.allowed)
-        for slot, text in zip(self.slots, digits, strict=True):
-            if slot in SLOT_SYMBOLS:
-                number = int(text)
-                if str(number) != text or number not in next(allowed):
-                    return None
-                numbers.append(number)
-            elif slot != text:
-                return None
-        return tuple(numbers)
+        try:
+            return tuple([allowed[text] for allowed, text in zip(self.allowed, digits, strict=True)])
+        except KeyError:
+            return None
 
-    def layer_of(self, numbers: Sequence[int]) -> int | None:
-        placeholders = [slot for slot in self.slots if slot in SLOT_SYMBOLS]
-        return dict(zip(placeholders, numbers, strict=True)).get("{layer}")
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this family may have that shape; an ignored one may have any."""
+        if shape == self.shape or self.row.ignored:
+            return True
+        return len(shape) == len(self.shape) and all(
+            want is None or want == have for want, have in zip(self.shape, shape, strict=True)
+        )
+
+    @property
+    def shape_text(self) -> str:
+        return f"[{', '.join(ANY_LENGTH if axis is None else str(axis) for axis in self.shape)}]"
 
     def missing(self) -> Iterator[str]:
         """Names that the row promises and no tensor has; an optional row promises none."""
-        for numbers in () if self.row.optional else product(*self.allowed):
+        for numbers in () if self.row.optional else product(*(allowed.values() for allowed in self.allowed)):
             if numbers not in self.seen:
-                texts = iter(numbers)
-                yield _SLOT.sub(lambda slot: str(next(texts)) if slot[0] in SLOT_SYMBOLS else slot[0],  # noqa: B023
-                                self.row.pattern)
+                texts = map(str, numbers)
+                yield _SLOT.sub(lambda _: next(texts), self.row.pattern)  # noqa: B023
 
 
 @dataclass(frozen=True, slots=True)
 class _Families:
-    """A recipe against one config; `by_skeleton` finds families by pattern, numbers and placeholders cut out."""
+    """A recipe against one config; `by_skeleton` finds families by a name's letters, digits and placeholders cut out.
+
+    A name's candidates each come with the regular expression of one of the family's spellings.
+    """
 
     members: tuple[_Family, ...]
-    by_skeleton: Mapping[str, Sequence[_Family]]
+    by_skeleton: Mapping[str, Sequence[tuple[re.Pattern[str], _Family]]]
 
     @classmethod
     def of(cls, recipe: Recipe, config: Mapping[str, Any]) -> _Families:
         symbols = config_symbols(recipe, config)
-        layer_types = _lookup(config, "layer_types") or ()
-        members = tuple(_family(recipe, row, symbols, layer_types) for row in recipe.rows)
-        by_skeleton: dict[str, list[_Family]] = {}
+        layers = layers_by_type(recipe, config, symbols)
+        numbers = {layer_type: _texts(layers[layer_type]) for layer_type in layers}
+        members = tuple(_family(row, symbols, numbers) for row in recipe.rows)
+        by_skeleton: dict[str, list[tuple[re.Pattern[str], _Family]]] = {}
         for family in members:
-            by_skeleton.setdefault(_SLOT.sub("#", recipe.bare(family.row.pattern)), []).append(family)
+            for pattern in (family.row.pattern, *family.row.other_names):
+                bare = recipe.bare(pattern)
+                skeleton = _SLOT.sub("", bare).translate(_WITHOUT_DIGITS)
+                by_skeleton.setdefault(skeleton, []).append((_expression(bare), family))
         return cls(members, by_skeleton)
 
     def fitting(self, bare: str) -> list[tuple[_Family, tuple[int, ...]]]:
         """The families that a name without prefix belongs to, with the numbers it puts in their placeholders."""
-        digits = _NUMBER.findall(bare)
-        candidates = self.by_skeleton.get(_NUMBER.sub("#", bare), ())
-        return [(family, numbers) for family in candidates if (numbers := family.fit(digits)) is not None]
+        found = []
+        for expression, family in self.by_skeleton.get(bare.translate(_WITHOUT_DIGITS), ()):
+            match = expression.fullmatch(bare)
+            if match is not None and (numbers := family.fit(match.groups())) is not None:
+                found.append((family, numbers))
+        return found
 
 
-def _family(recipe: Recipe, row: Row, symbols: Mapping[str, int], layer_types: Sequence[str]) -> _Family:
-    slots = tuple(_SLOT.findall(recipe.bare(row.pattern)))
-    allowed: list[Collection[int]] = []
+def _family(row: Row, symbols: Mapping[str, int], numbers: Mapping[str, Mapping[str, int]]) -> _Family:
+    slots = tuple(_SLOT.findall(row.pattern))
+    allowed: list[Mapping[str, int]] = []
     for slot in slots:
-        if slot == "{layer}" and row.layer_type:
-            allowed.append([layer for layer, kind in enumerate(layer_types) if kind == row.layer_type])
-        elif slot in SLOT_SYMBOLS:
-            _check_numbered(SLOT_SYMBOLS[slot], symbols)
-            allowed.append(range(symbols[SLOT_SYMBOLS[slot]]))
-    return _Family(row, tuple(evaluate(axis, symbols) for axis in row.shape), slots, tuple(allowed))
+        _check_numbered(SLOT_SYMBOLS[slot], symbols)
+        allowed.append(numbers[row.layer_type] if slot == "{layer}" and row.layer_type
+                       else _texts(range(symbols[SLOT_SYMBOLS[slot]])))
+    shape = tuple(None if axis == ANY_LENGTH else evaluate(axis, symbols) for axis in row.shape)
+    return _Family(row, shape, slots, tuple(allowed), slots.index("{layer}") if "{layer}" in slots else None)
+
+
+def _texts(numbers: Iterable[int]) -> dict[str, int]:
+    return {str(number): number for number in sorted(numbers)}
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    """A pattern as a regular expression with a group for every placeholder."""
+    return re.compile("(\\d+)".join(map(re.escape, _SLOT.split(pattern))), re.ASCII)
 
 
 def _check_numbered(symbol: str, symbols: Mapping[str, int]) -> None:
@@ -201,13 +227,6 @@ def _count(key: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise RecipeError("SYMBOL_VALUE", "config value is no count", where=f"{key} in config.json",
                           expected="a whole number or a list", got=repr(value))
-    return value
-
-
-def _lookup(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("/"):
-        value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64\x66lash_core/v1/recipe.proto\x12\x0e\x64\x66lash.core.v1\"\x81\x02\n\x06Recipe\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x15\n\rarchitectures\x18\x03 \x03(\t\x12\x1b\n\x13\x66orward_implemented\x18\x04 \x01(\x08\x12-\n\x07symbols\x18\x05 \x03(\x0b\x32\x1c.dflash.core.v1.ConfigSymbol\x12*\n\x07tensors\x18\x06 \x03(\x0b\x32\x19.dflash.core.v1.TensorRow\x12/\n\x0b\x63onversions\x18\x07 \x03(\x0b\x32\x1a.dflash.core.v1.Conversion\x12\x15\n\rname_prefixes\x18\x08 \x03(\tJ\x04\x08\t\x10\x10\"R\n\x0c\x43onfigSymbol\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x17\n\nexpression\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_expression\"\xb0\x01\n\tTensorRow\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x10\n\x08optional\x18\x04 \x01(\x08\x12\x0e\n\x06groups\x18\x05 \x03(\t\x12\x13\n\x0bkeep_reason\x18\x06 \x01(\t\x12\x12\n\nlayer_type\x18\x07 \x01(\t\x12\x13\n\x0b\x66used_group\x18\x08 \x01(\t\x12\x0f\n\x07ignored\x18\t \x01(\x08J\x04\x08\n\x10\x10\"+\n\nConversion\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64\x66lash_core/v1/recipe.proto\x12\x0e\x64\x66lash.core.v1\"\xb1\x02\n\x06Recipe\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x15\n\rarchitectures\x18\x03 \x03(\t\x12\x1b\n\x13\x66orward_implemented\x18\x04 \x01(\x08\x12-\n\x07symbols\x18\x05 \x03(\x0b\x32\x1c.dflash.core.v1.ConfigSymbol\x12*\n\x07tensors\x18\x06 \x03(\x0b\x32\x19.dflash.core.v1.TensorRow\x12/\n\x0b\x63onversions\x18\x07 \x03(\x0b\x32\x1a.dflash.core.v1.Conversion\x12\x15\n\rname_prefixes\x18\x08 \x03(\t\x12.\n\x0blayer_types\x18\t \x03(\x0b\x32\x19.dflash.core.v1.LayerTypeJ\x04\x08\n\x10\x10\"}\n\tLayerType\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x14\n\x0c\x66irst_number\x18\x03 \x01(\r\x12\r\n\x05value\x18\x04 \x01(\t\x12\x0c\n\x04\x66rom\x18\x05 \x01(\t\x12\r\n\x05\x65very\x18\x06 \x01(\t\x12\x12\n\nother_than\x18\x07 \x01(\t\"R\n\x0c\x43onfigSymbol\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x03(\t\x12\x17\n\nexpression\x18\x03 \x01(\tH\x00\x88\x01\x01\x42\r\n\x0b_expression\"\xda\x01\n\tTensorRow\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x10\n\x08optional\x18\x04 \x01(\x08\x12\x0e\n\x06groups\x18\x05 \x03(\t\x12\x13\n\x0bkeep_reason\x18\x06 \x01(\t\x12\x12\n\nlayer_type\x18\x07 \x01(\t\x12\x13\n\x0b\x66used_group\x18\x08 \x01(\t\x12\x0f\n\x07ignored\x18\t \x01(\x08\x12\x13\n\x0bother_names\x18\n \x03(\t\x12\x13\n\x0bpassthrough\x18\x0b \x01(\x08J\x04\x08\x0c\x10\x10\"+\n\nConversion\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06values\x18\x02 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,11 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dflash_core.v1.recipe_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RECIPE']._serialized_start=48
-  _globals['_RECIPE']._serialized_end=305
-  _globals['_CONFIGSYMBOL']._serialized_start=307
-  _globals['_CONFIGSYMBOL']._serialized_end=389
-  _globals['_TENSORROW']._serialized_start=392
-  _globals['_TENSORROW']._serialized_end=568
-  _globals['_CONVERSION']._serialized_start=570
-  _globals['_CONVERSION']._serialized_end=613
+  _globals['_RECIPE']._serialized_end=353
+  _globals['_LAYERTYPE']._serialized_start=355
+  _globals['_LAYERTYPE']._serialized_end=480
+  _globals['_CONFIGSYMBOL']._serialized_start=482
+  _globals['_CONFIGSYMBOL']._serialized_end=564
+  _globals['_TENSORROW']._serialized_start=567
+  _globals['_TENSORROW']._serialized_end=785
+  _globals['_CONVERSION']._serialized_start=787
+  _globals['_CONVERSION']._serialized_end=830
 # @@protoc_insertion_point(module_scope)
