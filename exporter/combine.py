@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_core.effective import has_draft
-from dflash_core.errors import DflashError, ResourceError, UsageError
+from dflash_core.errors import DflashError, UsageError
 from dflash_core.v1.manifest_pb2 import CoreComponent, IdMap, Provenance, RebuildManifest, ServingContract
 from dflash_core.v1.weights_pb2 import FileEntry
 
@@ -40,7 +40,6 @@ from runtime.trust import FORMAT, TrustPolicy
 from runtime.verify import MANIFEST, verify
 
 _COPIED = {"module": "modules", "weights": "weights", "state": "state", "config": "config", "golden": "golden"}
-_READ_NBYTES = 4 << 20
 _ID_MAPS = ("kernel", "module", "buffer", "blob", "symbol")
 
 
@@ -161,8 +160,7 @@ def _table_rules(
             continue
         counts = [_count(item, name) for item in inputs]
         total = sum(len(s.graphs.graphs) for s in sets) if stage is None else len(getattr(tables, name))
-        left, right = (Side(core, text, text, RECORDED)
-                       for core, text in (("inputs", " + ".join(counts)), ("combined", str(total))))
+        left, right = (Side("", text, text, RECORDED) for text in (" + ".join(counts), f"{total} combined"))
         rules.append(Rule(name, code, Verdict.HOLDS, left, right))
     return tables, sets, tuple(rules), failed
 
@@ -224,7 +222,7 @@ def _copy_files(staging: Path, inputs: Sequence[Input], watch: Progress) -> dict
         for path in sorted(found):
             item, entry = found[path]
             digest = hashlib.sha256()
-            _put(staging / path, _pieces(item.core.path / entry.path, (digest.update, lambda p: on_bytes(len(p)))))
+            _put(staging / path, _told(item.core.pieces(entry.path), (digest.update, lambda p: on_bytes(len(p)))))
             if digest.digest() != entry.ref.digest:
                 raise mismatch(f"{item.label}: {entry.path}", entry.ref.digest, digest.digest())
             entries[path] = FileEntry()
@@ -234,19 +232,15 @@ def _copy_files(staging: Path, inputs: Sequence[Input], watch: Progress) -> dict
     return entries
 
 
-def _pieces(path: Path, told: Sequence[Callable[[bytes], object]]) -> Iterator[bytes]:
-    """The bytes of an input's file, in pieces that everyone is told of as well."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            while piece := file.read(_READ_NBYTES):
-                for tell in told:
-                    tell(piece)
-                yield piece
-    except OSError as err:
-        raise ResourceError("FILE_UNREADABLE", f"cannot read a file: {err.strerror}", where=str(path)) from err
+def _told(pieces: Iterable[memoryview], everyone: Sequence[Callable[[memoryview], object]]) -> Iterator[memoryview]:
+    """Pieces of a file as they come, after everyone was told of each."""
+    for piece in pieces:
+        for tell in everyone:
+            tell(piece)
+        yield piece
 
 
-def _put(path: Path, pieces: Iterable[bytes]) -> None:
+def _put(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file of the staging folder and force it to the disk."""
     with writing(path):
         path.parent.mkdir(exist_ok=True)

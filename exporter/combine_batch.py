@@ -57,7 +57,7 @@ def merge_bindings(inputs: Sequence[Input]) -> MergedBindings:
     tables = [{binding.name: binding for binding in item.manifest.contract.io} for item in inputs]
     for item, table in zip(inputs, tables, strict=True):
         for name in sorted(table.keys() ^ tables[0].keys()):
-            raise _refused("COMBINE_BINDING", "a core lacks a binding", first, item, name,
+            raise _refused("a core lacks a binding", first, item, name,
                            *("present" if name in side else "absent" for side in (tables[0], table)),
                            "export both with a draft of the same depth, or both without")
     for binding in first.manifest.contract.io:
@@ -70,7 +70,7 @@ def merge_bindings(inputs: Sequence[Input]) -> MergedBindings:
             result.shape[0] = binding.shape[0] // first.manifest.contract.max_batch * slots
             for item, other in zip(inputs, shared, strict=True):
                 buffer = next(b for b in item.manifest.buffers if b.buffer_id == other.buffer_id)
-                _check_whole(first, item, other, buffer)
+                _check_whole(item, other, buffer)
                 nbytes[buffer.name] = _nbytes(result)
         merged.append(result)
     return MergedBindings(tuple(merged), nbytes)
@@ -81,7 +81,7 @@ def _check_same(first: Input, binding: IoBinding, item: Input, other: IoBinding)
     name = binding.name
     for field in ("dtype", "output", "offset"):
         if getattr(binding, field) != getattr(other, field):
-            raise _refused("COMBINE_BINDING", "a binding differs", first, item, f"{name}, {field}",
+            raise _refused("a binding differs", first, item, f"{name}, {field}",
                            getattr(binding, field), getattr(other, field), "export both with the same release")
     left, right = list(binding.shape), list(other.shape)
     if left == right:
@@ -89,16 +89,17 @@ def _check_same(first: Input, binding: IoBinding, item: Input, other: IoBinding)
     batches = first.manifest.contract.max_batch, item.manifest.contract.max_batch
     follows = name in PER_SLOT | PER_LANE and left[1:] == right[1:] and all(batches) and len(left) == len(right)
     if not follows or left[0] * batches[1] != right[0] * batches[0] or left[0] % batches[0]:
-        raise _refused("COMBINE_BINDING", "a binding has another shape", first, item, name, left, right,
+        raise _refused("a binding has another shape", first, item, name, left, right,
                        "export both with the same --depth and --max-context")
 
 
-def _check_whole(first: Input, item: Input, binding: IoBinding, buffer: g.Buffer) -> None:
+def _check_whole(item: Input, binding: IoBinding, buffer: g.Buffer) -> None:
     if binding.offset or buffer.fixed_bytes != _nbytes(binding) or buffer.size_terms:
-        raise _refused("COMBINE_BATCH", "a buffer that follows the batch is more than its binding", first, item,
-                       f"buffer {buffer.name}", f"{_nbytes(binding)} bytes at 0",
-                       f"{buffer.fixed_bytes} bytes, bound at {binding.offset}",
-                       "export both with the same largest --batch")
+        raise CompatibilityError(
+            "COMBINE_BATCH", "the cores do not combine: a buffer that follows the batch is more than its binding",
+            where=f"{item.label}: buffer {buffer.name}", expected=f"{_nbytes(binding)} bytes at 0",
+            got=f"{buffer.fixed_bytes} bytes, bound at {binding.offset}",
+            hint="export every core with the same largest --batch")
 
 
 def _nbytes(binding: IoBinding) -> int:
@@ -162,7 +163,7 @@ def widen_node(node: g.GraphNode, variant: g.KernelVariant, symbols: Mapping[int
                                   write=write)
 
 
-def _refused(code: str, what: str, left: Input, right: Input, where: str, expected: object, got: object,
+def _refused(what: str, left: Input, right: Input, where: str, expected: object, got: object,
              hint: str) -> CompatibilityError:
-    return CompatibilityError(code, f"the cores do not combine: {what}",
+    return CompatibilityError("COMBINE_BINDING", f"the cores do not combine: {what}",
                               where=f"{left.label} and {right.label}: {where}", expected=expected, got=got, hint=hint)

@@ -15,14 +15,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_core.errors import ResourceError, UsageError
+from dflash_core.errors import UsageError
 from dflash_core.v1.manifest_pb2 import CoreComponent, RebuildManifest
 from dflash_core.v1.weights_pb2 import SHA256, FileRef
 
 from runtime.bundle import check_signature, parse_bundle, parse_statement
 from runtime.corefiles import SIGNATURES, mismatch
 from runtime.trust import TrustPolicy
-from runtime.verify import MANIFEST, VerifiedCore, parse, verify
+from runtime.verify import MANIFEST, VerifiedCore, parse_manifest, verify
 
 MAX_CORES = 16
 COMPONENTS = "components"
@@ -81,7 +81,7 @@ def open_inputs(paths: Sequence[Path], trust: TrustPolicy) -> Iterator[tuple[Inp
         UsageError: COMBINE_COUNT, fewer than two cores or more than sixteen, components of combined cores included;
             COMBINE_TWICE, two inputs are one core or hold one core.
         PolicyError, VerificationError, FormatError, CompatibilityError: as `runtime.verify.verify`.
-        ResourceError: FILE_UNREADABLE.
+        ResourceError: an input cannot be read.
     """
     _check_count(len(paths), "cores")
     with ExitStack() as stack:
@@ -119,13 +119,13 @@ def _refuse_shared(inputs: Sequence[Input]) -> None:
 
 def _input(path: Path, core: VerifiedCore, trust: TrustPolicy) -> Input:
     label = str(path)
-    data = _read(path / MANIFEST)
+    data = b"".join(map(bytes, core.pieces(MANIFEST)))
     digest = hashlib.sha256(data).digest()
     if digest.hex() != core.core_digest:
         raise mismatch(MANIFEST, bytes.fromhex(core.core_digest), digest)
     ref = _ref(data)
     name = f"{COMPONENTS}/{digest.hex()}"
-    signatures = _signatures(path, core, trust)
+    signatures = _signatures(core, trust)
     carried = {f"{name}.pb": data, **{f"{name}.{keyid}.sig": held for keyid, held in signatures.items()}}
     manifest = core.manifest
     if not manifest.components:
@@ -143,7 +143,7 @@ def _input(path: Path, core: VerifiedCore, trust: TrustPolicy) -> Input:
     for component in manifest.components:
         held = core.small_file(component.manifest)
         name = f"{label} (component {component.component_id}, {component.core_name})"
-        parts.append(Part(name, parse(RebuildManifest, held, f"manifest of {name}"), component))
+        parts.append(Part(name, parse_manifest(held), component))
     for entry in manifest.files:
         if entry.role == "component":
             carried[entry.path] = core.small_file(entry.ref)
@@ -154,30 +154,24 @@ def _graph_names(manifest: RebuildManifest) -> list[str]:
     return list(dict.fromkeys(name for file in manifest.graph_files for name in file.graph_names))
 
 
-def _signatures(path: Path, core: VerifiedCore, trust: TrustPolicy) -> dict[str, bytes]:
+def _signatures(core: VerifiedCore, trust: TrustPolicy) -> dict[str, bytes]:
     """The signature files that count, by key id; read again, so checked again."""
     found: dict[str, bytes] = {}
     wanted = {signer.keyid for signer in core.signers}
-    for file in sorted((path / SIGNATURES).glob("*.sig")):
-        where = f"{SIGNATURES}/{file.name}"
-        data = _read(file)
-        bundle = parse_bundle(data, where)
+    for name in core.names:
+        if not name.startswith(f"{SIGNATURES}/"):
+            continue
+        data = b"".join(map(bytes, core.pieces(name)))
+        bundle = parse_bundle(data, name)
         if bundle.hint not in wanted or bundle.hint in found:
             continue
-        check_signature(bundle, trust.keys[bundle.hint].public_key, where)
-        stated = parse_statement(bundle.payload, where).digests[MANIFEST]
+        check_signature(bundle, trust.keys[bundle.hint].public_key, name)
+        stated = parse_statement(bundle.payload, name).digests[MANIFEST]
         if stated != core.core_digest:
-            raise mismatch(where, bytes.fromhex(core.core_digest), bytes.fromhex(stated))
+            raise mismatch(name, bytes.fromhex(core.core_digest), bytes.fromhex(stated))
         found[bundle.hint] = data
     return dict(sorted(found.items()))
 
 
 def _ref(data: bytes) -> FileRef:
     return FileRef(algorithm=SHA256, digest=hashlib.sha256(data).digest(), size_bytes=len(data))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as err:
-        raise ResourceError("FILE_UNREADABLE", f"cannot read a file: {err.strerror}", where=str(path)) from err

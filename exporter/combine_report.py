@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,12 +23,17 @@ def print_rules(rules: Sequence[Rule]) -> None:
     from rich.table import Table
 
     out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    cores = dict.fromkeys(side.core for rule in rules for side in (rule.left, rule.right) if side and side.core)
+    numbers = {core: str(number) for number, core in enumerate(cores, 1)}
+    for core, number in numbers.items():
+        out.print(f"core {number:<3}{printable(core)}", soft_wrap=True)
+    out.print()
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("rule", "verdict", "first", "other"):
         table.add_column(name, overflow="fold")
     for rule in rules:
         table.add_row(*(printable(text) for text in (
-            rule.name, rule.verdict.value, _side(rule.left), _side(rule.right))))
+            rule.name, rule.verdict.value, _side(rule.left, numbers), _side(rule.right, numbers))))
     out.print(table)
     for rule in rules:
         if rule.verdict is Verdict.FAILS:
@@ -41,11 +46,11 @@ def print_rules(rules: Sequence[Rule]) -> None:
     out.print(f"these cores do not combine: {failed} of {len(rules)} rules fail" if failed else "these cores combine")
 
 
-def _side(side: Side | None) -> str:
-    """`core: value`, and what decided the value unless it is simply what was recorded."""
+def _side(side: Side | None, numbers: Mapping[str, str]) -> str:
+    """`number: value`, and what decided the value unless it is simply what was recorded."""
     if side is None:
         return "-"
-    core = f"{side.core}: " if side.core else ""
+    core = f"{numbers[side.core]}: " if side.core else ""
     if side.recorded == side.effective:
         return f"{core}{side.effective}" + ("" if side.origin == RECORDED else f" ({side.origin})")
     return f"{core}{side.effective} ({side.origin}, recorded: {side.recorded})"

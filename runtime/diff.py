@@ -22,11 +22,11 @@ from dflash_core.v1.graph_pb2 import GraphTemplate
 from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
-from .corefiles import CoreFiles
+from .archive import open_core
 from .diff_graph import Facts, GraphNames, described, first_difference
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
-from .verify import MANIFEST, check_contents, check_version, file_sizes, parse, read_manifest, verify
+from .verify import check_contents, check_version, file_sizes, parse_manifest, read_manifest, verify
 
 
 class Part(Enum):
@@ -203,9 +203,9 @@ def diff_cores(left: Path, right: Path, trust: TrustPolicy | None) -> CoreDiff:
 
 def _open(path: Path, trust: TrustPolicy | None) -> _Opened:
     if trust is None:
-        with CoreFiles.open(path) as files:
+        with open_core(path) as files:
             data = read_manifest(files)
-            manifest = parse(RebuildManifest, data, MANIFEST)
+            manifest = parse_manifest(data)
             check_version(manifest)
             check_manifest_structure(manifest, file_sizes(files))
             sets = check_contents(files, manifest).graph_sets
