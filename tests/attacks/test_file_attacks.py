@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from dflash_core.errors import VerificationError
+from dflash_core.v1.manifest_pb2 import RebuildManifest
 
 from runtime.trust import TrustPolicy
 from runtime.verify import verify
 from tests.attacks.limits import refused
+from tests.edit_core import add_file
 from tests.toy_core import ToyCore, toy_key
 
 Part = Callable[[ToyCore], str]
@@ -58,6 +60,27 @@ def test_rejects_one_changed_byte(
         stream.write(bytes([byte ^ 1]))
 
     with refused("CHUNK_MISMATCH" if part == "large weights" else "DIGEST_MISMATCH"):
+        read(toy.path, trust)
+
+
+@pytest.mark.parametrize("read", [use_everything, verify_full])
+def test_rejects_two_files_exchanged(
+    toy: ToyCore, trust: TrustPolicy, read: Callable[[Path, TrustPolicy], None]
+) -> None:
+    other = "weights/other.bin"
+
+    def add(manifest: RebuildManifest) -> None:
+        ref = add_file(toy, manifest, "weights", other, bytes(1024))
+        manifest.weight_blobs.add(blob_id=2, file=ref, alignment=256)
+        manifest.tensor_views.add(name="other", blob_id=2, size_bytes=1024, dtype="u8", shape=[1024])
+
+    toy.edit_manifest(add)
+    read(toy.path, trust)
+    (toy.path / other).rename(toy.path / "kept")
+    (toy.path / toy.small).rename(toy.path / other)
+    (toy.path / "kept").rename(toy.path / toy.small)
+
+    with refused("DIGEST_MISMATCH"):
         read(toy.path, trust)
 
 

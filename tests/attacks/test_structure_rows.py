@@ -6,6 +6,8 @@ nodes that copy buffer 1 to 2 and 2 to 3.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +19,9 @@ from dflash_core.v1.weights_pb2 import FileEntry, TensorView
 from runtime.trust import TrustPolicy
 from runtime.verify import verify
 from tests.attacks.limits import refused
-from tests.edit_core import add_file, edit_graphs
-from tests.toy_core import ToyCore
+from tests.edit_core import add_file, edit_graphs, replace_graph_bytes
+from tests.runtime.test_kernel_image import cubin
+from tests.toy_core import CHUNK, ToyCore
 
 UNKNOWN = b"\xa0\x1f\x01"
 CUBIN_HEADER = b"\x7fELF\x02\x01\x01\x33\x07" + bytes(9) + b"\xbe\0" + bytes(44)
@@ -86,6 +89,12 @@ MANIFEST_ROWS = [
     ("37 a fatbin", "add_module(toy, m, b'\\x50\\xed\\x55\\xba' + bytes(96))", "KERNEL_IMAGE"),
     ("37 a host library", "add_module(toy, m, CUBIN_HEADER.replace(b'\\xbe', b'\\x3e'))", "KERNEL_IMAGE"),
     ("37 a truncated ELF", "add_module(toy, m, CUBIN_HEADER)", "KERNEL_IMAGE"),
+    ("37 another architecture", "add_module(toy, m, cubin(flags=0x500550))", "KERNEL_IMAGE"),
+    (
+        "37 an absent entry",
+        "add_module(toy, m, cubin()); m.kernels[0].variants.add(module_id=1, symbol='other')",
+        "KERNEL_IMAGE",
+    ),
 ]
 
 # Statements on s, the graph set, and d, its graph.
@@ -127,6 +136,11 @@ def add_module(toy: ToyCore, manifest: RebuildManifest, data: bytes) -> None:
     manifest.modules.append(g.KernelModule(module_id=1, kind=g.CUBIN, target="sm_90a", file=ref))
 
 
+def list_chunks(entry: FileEntry, data: bytes) -> None:
+    entry.chunk_bytes = CHUNK
+    entry.chunk_digests = b"".join(hashlib.sha256(data[at : at + CHUNK]).digest() for at in range(0, len(data), CHUNK))
+
+
 def nested_groups(depth: int) -> bytes:
     """Field 500 as a group within a group, `depth` times."""
     return b"\xa3\x1f" * depth + b"\xa4\x1f" * depth
@@ -137,6 +151,7 @@ def test_refuses_a_signed_manifest_with(change: str, code: str, toy: ToyCore, tr
     toy.edit_manifest(lambda manifest: exec(change, {
         "m": manifest, "toy": toy, "UNKNOWN": UNKNOWN, "CUBIN_HEADER": CUBIN_HEADER, "add_file": add_file,
         "entry_of": entry_of, "point": point, "add_module": add_module, "TensorView": TensorView,
+        "cubin": cubin,
     }))
 
     with refused(code):
@@ -169,6 +184,48 @@ def test_refuses_signed_bytes_that_are_no_manifest(
 
     with refused(code):
         verify(toy.path, trust)
+
+
+def test_refuses_a_signed_graph_file_of_ten_million_edges(toy: ToyCore, trust: TrustPolicy):
+    """35: forty MB in the file, half a GB once parsed."""
+    edges = b"\x32\x02\x10\x01" * 10**7
+    data = b"\x08\x01\x1a" + varint(len(edges)) + edges
+    replace_graph_bytes(toy, data)
+    toy.edit_manifest(lambda manifest: list_chunks(entry_of(toy, manifest, "graph"), data))
+
+    with refused("GRAPH_LIMIT"):
+        verify(toy.path, trust)
+
+
+def test_refuses_a_signed_manifest_of_empty_messages(toy: ToyCore, trust: TrustPolicy):
+    """38: twenty MB in the file, a GB and more once parsed."""
+    (toy.path / "manifest.pb").write_bytes((toy.path / "manifest.pb").read_bytes() + b"\x9a\x01\x00" * 7_000_000)
+    toy.sign()
+
+    with refused("MANIFEST_LIMIT"):
+        verify(toy.path, trust)
+
+
+def test_refuses_small_files_that_are_large_together(
+    toy: ToyCore, trust: TrustPolicy, monkeypatch: pytest.MonkeyPatch
+):
+    whole = [toy.graph, toy.config]
+    verify_module = importlib.import_module("runtime.verify")  # the package's attribute is the function
+    nbytes = sum((toy.path / name).stat().st_size for name in whole)
+    monkeypatch.setattr(verify_module, "MAX_EAGER_BYTES", nbytes)
+    verify(toy.path, trust).close()
+    monkeypatch.setattr(verify_module, "MAX_EAGER_BYTES", nbytes - 1)
+
+    with refused("MANIFEST_LIMIT"):
+        verify(toy.path, trust)
+
+
+def varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
 
 
 def test_the_edits_themselves_leave_a_core_that_loads(toy: ToyCore, trust: TrustPolicy, tmp_path: Path):
