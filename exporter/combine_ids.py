@@ -101,12 +101,13 @@ def merge_blobs(tables: Tables, inputs: Sequence[Input]) -> None:
 
 
 def merge_views(tables: Tables, inputs: Sequence[Input]) -> None:
-    """Tensors of one name merge when content and place are equal.
+    """Tensors of one name merge when content and place are equal; content is compared first, in all of them.
 
     Raises:
         CompatibilityError: COMBINE_TENSOR, with the first field that differs.
     """
     known: dict[str, tuple[str, TensorView]] = {}
+    elsewhere: CompatibilityError | None = None
     for item, maps in zip(inputs, tables.maps, strict=True):
         for view in item.manifest.tensor_views:
             moved = _copy(view)
@@ -116,12 +117,17 @@ def merge_views(tables: Tables, inputs: Sequence[Input]) -> None:
                 tables.views.append(moved)
                 continue
             differs = first_field(kept, moved, first=_TELLING, last=_LOCATION)
-            if differs is not None:
-                what = "a tensor lies elsewhere in its file" if differs in _LOCATION else "a tensor differs"
-                raise conflict(
-                    "COMBINE_TENSOR", what, (label, item.label), f"{view.name}, {differs}",
-                    field_text(kept, differs), field_text(moved, differs),
-                    "export both from the same checkpoints, with the same precision settings and --max-context")
+            if differs is None:
+                continue
+            error = conflict(
+                "COMBINE_TENSOR", "equal tensors lie elsewhere" if differs in _LOCATION else "a tensor differs",
+                (label, item.label), f"{view.name}, {differs}", field_text(kept, differs), field_text(moved, differs),
+                "export both from the same checkpoints, with the same precision settings and --max-context")
+            if differs not in _LOCATION:
+                raise error
+            elsewhere = elsewhere or error
+    if elsewhere is not None:
+        raise elsewhere
 
 
 def merge_modules(tables: Tables, inputs: Sequence[Input]) -> None:
