@@ -4,9 +4,10 @@ exporter.combine.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from dflash_core.errors import ExitCode, UsageError
@@ -75,6 +76,14 @@ def export(
     release: Annotated[
         int, typer.Option("--release", min=0, help="Number of this build; grows with every published one.")
     ] = 1,
+    reuse_weights: Annotated[
+        Path | None,
+        typer.Option("--reuse-weights", metavar="CORE", help="Take converted weights from this core if it has them."),
+    ] = None,
+    trust: Annotated[
+        Path | None, typer.Option("--trust", metavar="TRUST", help="Whose signatures --reuse-weights accepts; "
+                                                                   "without it ~/.config/dflash/trust.json.")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the core if it exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
@@ -110,11 +119,21 @@ def export(
                 print_plan(found)
             return
         assert out is not None and key is not None
-        core = export_core(request, load_private_key(key), progress)
+        reused: dict[str, Any] = {}
+        if reuse_weights is None:
+            core = export_core(request, load_private_key(key), progress)
+        else:
+            from exporter.reuse import export_reusing
+            from runtime.cli import trust_path
+            from runtime.trust import TrustPolicy
+
+            core, found_there = export_reusing(request, reuse_weights, TrustPolicy.load(trust_path(trust)),
+                                               load_private_key(key), progress)
+            reused = {"reuse": asdict(found_there)}
         size = sum(f.ref.size_bytes for f in core.manifest.files)
         if json_output:
             print_json({"core": str(out), "core_name": core.manifest.core_name, "nbytes": size,
-                        "core_digest": core.digest, "keyid": core.signature.stem})
+                        "core_digest": core.digest, "keyid": core.signature.stem, **reused})
             return
         print(f"{out}   {human_bytes(size)}   {core.digest}")
 

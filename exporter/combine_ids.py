@@ -28,6 +28,7 @@ from exporter.combine_inputs import Input
 from exporter.weights import FIRST_BLOB_ID
 
 _TELLING = ("dtype", "shape", "format")
+_MOST_TEXT = 80
 _LOCATION = ("blob_id", "offset_bytes")
 _MEANING_OF_ABSENCE = {("TensorView", "owner"): "target"}
 _SAME_RELEASE = "export both with the same release"
@@ -298,7 +299,7 @@ def field_text(message: Message, name: str) -> str:
     if isinstance(value, Message):
         return str(value).replace("\n", " ").strip()[:80] or "absent"
     text = ", ".join(str(part).replace("\n", " ").strip() for part in value) if _repeated(message, name) else str(value)
-    return text[:80] or "absent"
+    return (text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT - 1]}…") or "absent"
 
 
 def _repeated(message: Message, name: str) -> bool:
