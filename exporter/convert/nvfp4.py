@@ -18,7 +18,7 @@ BLOCK = 16
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 _E2M1_MAX_CODE = 7
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # The magnitude codes of E2M1 lie on three lines, 2x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6, and the lowest line
 # is the right one everywhere. Adding 1.5 * 2**23 to a line rounds it to a whole number, ties to even, in that one
@@ -80,7 +80,7 @@ def dequantize_nvfp4(quantized: QuantizedTensor) -> Tensor:
     """
     rows, half = quantized.codes.shape
     code = torch.stack((quantized.codes & 0xF, quantized.codes >> 4), dim=-1).view(rows, 2 * half // BLOCK, BLOCK)
-    values = torch.tensor(_E2M1_VALUES)[code.to(torch.int64)]
+    values = torch.tensor(E2M1_VALUES)[code.to(torch.int64)]
     assert quantized.global_scale is not None
     scale = quantized.block_scale.view(torch.float8_e4m3fn).to(torch.float32) * quantized.global_scale
     return (values * scale.unsqueeze(-1)).view(rows, 2 * half)

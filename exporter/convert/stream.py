@@ -1,40 +1,43 @@
 """Write a core's weight files from checkpoints, piece by piece, in memory that the model's size does not touch.
 
-Each file is written front to back: a tensor is read some rows at a time, converted, hashed three ways (whole file,
-4 MiB chunk, view) and written. A file gets its final name, its digest, after it is complete and on the disk.
+Each file is written front to back. Two threads read some rows at a time and convert them; the calling thread hashes
+what they bring in three ways (whole file, 4 MiB chunk, view) and writes it. A file gets its final name, its digest,
+after it is complete and on the disk. A conversion whose process was killed goes on where it stood, in the same folder.
 
     converted = convert_weights(layout, {"target": target, "draft": draft}, staging, progress.advance)
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
-from dflash_core.errors import ConvertError, ResourceError
 from dflash_core.formats import Format
 from dflash_core.v1.weights_pb2 import TensorView
 from torch import Tensor
 
-from exporter.checkpoint import Checkpoint, read_rows, read_tensor
+from exporter.checkpoint import Checkpoint
+from exporter.convert import blob_file
+from exporter.convert.blob_file import BlobFile, open_blob, writing
+from exporter.convert.errors import ErrorStats, WeightErrors
+from exporter.convert.journal import Journal, WrittenWeight, conversion_digest
 from exporter.convert.mxfp8 import quantize_mxfp8
 from exporter.convert.nvfp4 import BLOCK as NVFP4_BLOCK
 from exporter.convert.nvfp4 import global_scale_of, quantize_nvfp4
-from exporter.convert.quantized import NON_FINITE, QuantizedTensor, block_amax
+from exporter.convert.pieces import Piece, pieces_of
+from exporter.convert.quantized import block_amax, check_matrix, row_chunks
 from exporter.weights import BlobLayout, PlacedView, PlacedWeight, WeightLayout, WeightSpec
 
-DIGEST_CHUNK_NBYTES = 4 << 20
-READ_NBYTES = 8 << 20
 WEIGHTS_FOLDER = "weights"
+THREADS = 2
+PIECES_AHEAD = 4
 
-_TORCH_DTYPE = {Format.BF16: torch.bfloat16, Format.F32: torch.float32}
 _CODEC_VERSION = {Format.MXFP8: "mxfp8/1", Format.NVFP4: "nvfp4/1"}
 
 
@@ -60,10 +63,11 @@ class ConvertedBlob:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedWeights:
-    """Every weight file, and the manifest's views of them in layout order."""
+    """Every weight file, the manifest's views of them in layout order, and the errors of every converted weight."""
 
     blobs: tuple[ConvertedBlob, ...]
     views: tuple[TensorView, ...]
+    errors: tuple[WeightErrors, ...]
 
 
 def convert_weights(
@@ -74,7 +78,8 @@ def convert_weights(
     Args:
         layout: from `layout_weights`.
         checkpoints: opened checkpoints by the key that specs use.
-        staging: folder of the core that is being made; files go to its `weights/`.
+        staging: folder of the core that is being made; files go to its `weights/`. What a killed run of the same
+            conversion left there is taken over, as far as its bytes are right.
         on_bytes: told the number of output bytes just written, `layout.size_bytes` in all.
     Raises:
         ConvertError: NON_FINITE_WEIGHT with tensor, row and column; WEIGHT_SHAPE or WEIGHT_DTYPE when a source is not
@@ -84,80 +89,163 @@ def convert_weights(
             that is not whole, and no partial file is left at all.
     """
     folder = staging / WEIGHTS_FOLDER
-    with _writing(folder):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+    journal = Journal.open(staging, conversion_digest(layout, checkpoints))
     blobs: list[ConvertedBlob] = []
     views: list[TensorView] = []
-    for blob in layout.blobs:
-        converted, blob_views = _convert_blob(blob, checkpoints, folder, on_bytes)
-        blobs.append(converted)
-        views += blob_views
-    return ConvertedWeights(tuple(blobs), tuple(views))
-
-
-def _convert_blob(
-    blob: BlobLayout, checkpoints: Mapping[str, Checkpoint], folder: Path, on_bytes: Callable[[int], None]
-) -> tuple[ConvertedBlob, list[TensorView]]:
-    partial = folder / f"{blob.key}.partial"
+    errors: list[WeightErrors] = []
     try:
-        with _writing(partial):
-            file = partial.open("wb", buffering=0)
-        with file:
-            writer = _BlobWriter(file, partial, on_bytes)
-            views = [view for weight in blob.weights for view in _write_weight(weight, checkpoints, writer)]
-            assert writer.offset == blob.size_bytes, (blob.key, writer.offset, blob.size_bytes)
-            digest, chunk_digests = writer.finish()
-        path = folder / f"{digest.hex()}.bin"
-        with _writing(path):
-            partial.replace(path)
-            _sync_folder(folder)
+        with _workers() as pool:
+            for blob in layout.blobs:
+                job = _BlobJob(blob, checkpoints, folder, journal, pool)
+                blobs.append(job.convert(on_bytes))
+                views += job.views
+                errors += job.errors
     finally:
-        with suppress(OSError):  # renamed away on success; on failure the error under way matters more
-            partial.unlink(missing_ok=True)
-    name = f"{WEIGHTS_FOLDER}/{path.name}"
-    converted = ConvertedBlob(
-        blob.key, blob.blob_id, name, blob.size_bytes, digest, DIGEST_CHUNK_NBYTES, chunk_digests
-    )
-    return converted, views
+        journal.remove()
+    return ConvertedWeights(tuple(blobs), tuple(views), tuple(errors))
 
 
-def _write_weight(
-    weight: PlacedWeight, checkpoints: Mapping[str, Checkpoint], writer: _BlobWriter
-) -> Iterator[TensorView]:
-    """Write a weight's views in storage order, and say what was written."""
-    pieces = _Pieces(weight.spec, checkpoints)
-    scales: list[Tensor] = []
-    global_scale = _global_scale(pieces) if weight.spec.format is Format.NVFP4 else None
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A piece as it will be stored: plain values, or codes with block scales and their errors."""
 
-    def codes() -> Iterator[Tensor]:
-        if weight.spec.format not in _CODEC_VERSION:
-            yield from (piece.values for piece in pieces)
-            return
-        for piece in pieces:
-            quantized = _quantize(piece, weight.spec.format, global_scale)
+    codes: Tensor
+    block_scale: Tensor | None = None
+    stats: ErrorStats | None = None
+
+
+class _BlobJob:
+    """Writes one blob; afterwards `views` and `errors` say what is in it."""
+
+    def __init__(self, blob: BlobLayout, checkpoints: Mapping[str, Checkpoint], folder: Path, journal: Journal,
+                 pool: ThreadPoolExecutor) -> None:
+        self.views: list[TensorView] = []
+        self.errors: list[WeightErrors] = []
+        self._blob = blob
+        self._pieces = {weight.spec.name: pieces_of(weight.spec, checkpoints) for weight in blob.weights}
+        self._folder = folder
+        self._journal = journal
+        self._pool = pool
+        self._amax: dict[str, list[Future[Tensor]]] = {}
+
+    def convert(self, on_bytes: Callable[[int], None]) -> ConvertedBlob:
+        blob = self._blob
+        resume = self._restore()
+        with open_blob(self._folder, blob.key, resume=resume, on_bytes=on_bytes) as file:
+            left = self._take_over(file) if resume else blob.weights
+            done = self._in_order(left)
+            for weight in left:
+                written = self._write(weight, done, file)
+                self._journal.add(weight.spec.name, written)
+                self._note(weight, written)
+            assert file.offset == blob.size_bytes, (blob.key, file.offset, blob.size_bytes)
+            path, digest, chunk_digests = file.finish()
+        self._journal.add_blob(blob.key, path.name)
+        return ConvertedBlob(blob.key, blob.blob_id, f"{WEIGHTS_FOLDER}/{path.name}", blob.size_bytes, digest,
+                             blob_file.DIGEST_CHUNK_NBYTES, chunk_digests)
+
+    def _restore(self) -> bool:
+        """Whether there is a file to go on with; one that was finished gets its partial name back."""
+        partial = self._folder / f"{self._blob.key}{blob_file.PARTIAL_SUFFIX}"
+        finished = self._journal.finished.get(self._blob.key)
+        if finished is not None and (self._folder / finished).is_file():
+            with writing(partial):
+                (self._folder / finished).replace(partial)
+        return bool(self._journal.earlier) and partial.is_file()
+
+    def _take_over(self, file: BlobFile) -> tuple[PlacedWeight, ...]:
+        """Keep the weights of an earlier run, up to the first that is missing or damaged; returns those that follow."""
+        kept = 0
+        for weight in self._blob.weights:
+            written = self._journal.earlier.get(weight.spec.name)
+            if written is None or not file.take_over(weight.views, written.digests):
+                break
+            self._note(weight, written)
+            kept += 1
+        file.cut()
+        return self._blob.weights[kept:]
+
+    def _note(self, weight: PlacedWeight, written: WrittenWeight) -> None:
+        self.views += [_tensor_view(view, weight.spec, digest)
+                       for view, digest in zip(weight.views, written.digests, strict=True)]
+        if written.errors is not None:
+            self.errors.append(written.errors.summary(weight.spec.name, weight.spec.format))
+
+    def _in_order(self, weights: tuple[PlacedWeight, ...]) -> Iterator[_Done]:
+        """Every piece, converted, in storage order; a few more are under way."""
+        tasks = self._tasks(weights)
+        ahead = deque(islice(tasks, PIECES_AHEAD))
+        while ahead:
+            done = ahead.popleft().result()
+            ahead.extend(islice(tasks, 1))
+            yield done
+
+    def _tasks(self, weights: tuple[PlacedWeight, ...]) -> Iterator[Future[_Done]]:
+        """Submit the pieces one by one. NVFP4 needs the largest weight first: a pass of its own over all pieces, which
+        is submitted before any of them, so that threads that wait for it cannot keep it from being run."""
+        for weight in weights:
+            name, fmt = weight.spec.name, weight.spec.format
+            pieces = self._pieces[name]
+            if fmt is Format.NVFP4:
+                self._amax[name] = [self._pool.submit(_nvfp4_amax, piece) for piece in pieces]
+            for index, piece in enumerate(pieces):
+                yield self._pool.submit(_convert_piece, piece, fmt, self._amax.get(name, []), index)
+
+    def _write(self, weight: PlacedWeight, done: Iterator[_Done], file: BlobFile) -> WrittenWeight:
+        """Write a weight's views in storage order."""
+        scales: list[Tensor] = []
+        stats = ErrorStats() if weight.spec.format in _CODEC_VERSION else None
+
+        def codes() -> Iterator[Tensor]:
+            for piece in islice(done, len(self._pieces[weight.spec.name])):
+                if stats is not None and piece.stats is not None and piece.block_scale is not None:
+                    stats.merge(piece.stats)
+                    scales.append(piece.block_scale)
+                yield piece.codes
+
+        digests = [file.write_view(weight.views[0], codes())]
+        if stats is not None:
+            digests.append(file.write_view(weight.views[1], iter(scales)))
+        if weight.spec.format is Format.NVFP4:
+            digests.append(file.write_view(weight.views[2], iter([_global_scale(self._amax.pop(weight.spec.name))])))
+        return WrittenWeight(digests, stats)
+
+
+def _convert_piece(piece: Piece, fmt: Format, amax: list[Future[Tensor]], index: int) -> _Done:
+    """Read a piece and convert it, some rows at a time, so that they and their codes stay in the cache."""
+    if fmt not in _CODEC_VERSION:
+        return _Done(piece.read())
+    global_scale = _global_scale(amax) if fmt is Format.NVFP4 else None
+    values = piece.read()
+    stats = ErrorStats()
+    codes, scales = [], []
+    with piece.located(values):
+        check_matrix(fmt, values)
+        for part in row_chunks(*values.shape):
+            rows = values[part]
+            if fmt is Format.MXFP8:
+                quantized = quantize_mxfp8(rows)
+            else:
+                quantized = quantize_nvfp4(rows, global_scale, amax[index].result()[part])
+            stats.add(rows, quantized)
+            codes.append(quantized.codes)
             scales.append(quantized.block_scale)
-            yield quantized.codes
-
-    yield _tensor_view(weight.views[0], weight.spec, writer.write_view(weight.views[0], codes()))
-    rest = [scales, [global_scale]] if global_scale is not None else [scales]
-    for view, tensors in zip(weight.views[1:], rest, strict=False):
-        yield _tensor_view(view, weight.spec, writer.write_view(view, iter(tensors)))
+    return _Done(torch.cat(codes), torch.cat(scales), stats)
 
 
-def _quantize(piece: _Piece, fmt: Format, global_scale: Tensor | None) -> QuantizedTensor:
-    with piece.located():
-        if fmt is Format.MXFP8:
-            return quantize_mxfp8(piece.values)
-        return quantize_nvfp4(piece.values, global_scale)
+def _nvfp4_amax(piece: Piece) -> Tensor:
+    values = piece.read()
+    with piece.located(values):
+        check_matrix(Format.NVFP4, values)
+        return block_amax(values, NVFP4_BLOCK)
 
 
-def _global_scale(pieces: _Pieces) -> Tensor:
-    """NVFP4's fp32 scale over all sources: one pass of its own, so that every row is coded under the final scale."""
-    amax = torch.zeros(())
-    for piece in pieces:
-        with piece.located():
-            amax = torch.maximum(amax, block_amax(piece.values, NVFP4_BLOCK).max())
-    return global_scale_of(amax)
+def _global_scale(amax: list[Future[Tensor]]) -> Tensor:
+    """NVFP4's fp32 scale over all sources, so that every row is coded under the final scale."""
+    largest = [future.result().max() for future in amax if future.result().numel()]
+    return global_scale_of(torch.stack(largest).max() if largest else torch.zeros(()))
 
 
 def _tensor_view(view: PlacedView, spec: WeightSpec, sha256: bytes) -> TensorView:
@@ -170,153 +258,13 @@ def _tensor_view(view: PlacedView, spec: WeightSpec, sha256: bytes) -> TensorVie
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some rows of one source: values as the checkpoint has them, and where they begin in it."""
-
-    source: str
-    shard: str
-    first_row: int
-    values: Tensor
-
-    @contextmanager
-    def located(self) -> Iterator[None]:
-        """Give a codec's error about a value the tensor's name and its row there."""
-        try:
-            yield
-        except ConvertError as error:
-            if error.code != NON_FINITE:
-                raise
-            row, col = (int(axis[0]) for axis in torch.nonzero(~torch.isfinite(self.values), as_tuple=True))
-            place = f" in {self.shard}" if self.shard else ""
-            raise ConvertError(
-                NON_FINITE, "weight is not finite", where=f"{self.source}{place}, row {self.first_row + row}, "
-                f"column {col}", expected=error.expected, got=error.got, hint=error.hint,
-            ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """A weight's sources in order, some rows at a time; may be walked more than once."""
-
-    spec: WeightSpec
-    checkpoints: Mapping[str, Checkpoint]
-
-    def __post_init__(self) -> None:
-        if self.spec.data is not None:
-            shapes = [tuple(self.spec.data.shape)]
-        else:
-            tensors = self.checkpoints[self.spec.checkpoint].tensors
-            shapes = [tensors[name].shape for name in self.spec.sources]
-        if len({shape[1:] for shape in shapes}) != 1 or _concatenated(shapes) != self.spec.shape:
-            raise ConvertError(
-                "WEIGHT_SHAPE", "checkpoint tensors do not make up the stored weight",
-                where=f"{self.spec.name} from {', '.join(self.spec.sources) or 'generated data'}",
-                expected=list(self.spec.shape), got=" and ".join(str(list(shape)) for shape in shapes),
-            )
-
-    def __iter__(self) -> Iterator[_Piece]:
-        if self.spec.data is not None:
-            yield self._checked(_Piece(self.spec.name, "", 0, self.spec.data))
-            return
-        checkpoint = self.checkpoints[self.spec.checkpoint]
-        for name in self.spec.sources:
-            entry = checkpoint.tensors[name]
-            if not entry.shape:
-                yield self._checked(_Piece(name, entry.shard, 0, read_tensor(checkpoint, name)))
-                continue
-            rows = entry.shape[0]
-            step = max(1, READ_NBYTES * rows // max(entry.nbytes, 1))
-            for start in range(0, rows, step):
-                values = read_rows(checkpoint, name, start, min(start + step, rows))
-                yield self._checked(_Piece(name, entry.shard, start, values))
-
-    def _checked(self, piece: _Piece) -> _Piece:
-        expected = _TORCH_DTYPE.get(self.spec.format)
-        if expected is not None and piece.values.dtype != expected:
-            raise ConvertError(
-                "WEIGHT_DTYPE", "a weight in a plain format keeps its checkpoint's element type",
-                where=f"{self.spec.name} from {piece.source}", expected=_dtype_name(expected),
-                got=_dtype_name(piece.values.dtype), hint="publish the checkpoint in bfloat16 or float32",
-            )
-        return piece
-
-
-class _BlobWriter:
-    """Appends views to one file, hashing whole file and chunks; gaps before a view are zeros."""
-
-    def __init__(self, file: BinaryIO, path: Path, on_bytes: Callable[[int], None]) -> None:
-        self.offset = 0
-        self._file = file
-        self._path = path
-        self._on_bytes = on_bytes
-        self._whole = hashlib.sha256()
-        self._chunk = hashlib.sha256()
-        self._chunk_digests = bytearray()
-
-    def write_view(self, view: PlacedView, tensors: Iterator[Tensor]) -> bytes:
-        """Write a view's tensors one after another at its offset; returns the SHA-256 of its bytes."""
-        self._append(memoryview(bytes(view.offset_bytes - self.offset)))
-        digest = hashlib.sha256()
-        for tensor in tensors:
-            payload = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-            digest.update(payload)
-            self._append(payload)
-        assert self.offset == view.offset_bytes + view.size_bytes, (view, self.offset)
-        return digest.digest()
-
-    def finish(self) -> tuple[bytes, bytes]:
-        """Force the file to the disk; returns its SHA-256 and the digests of its chunks."""
-        with _writing(self._path):
-            os.fsync(self._file.fileno())
-        if self.offset % DIGEST_CHUNK_NBYTES:
-            self._chunk_digests += self._chunk.digest()
-        return self._whole.digest(), bytes(self._chunk_digests)
-
-    def _append(self, payload: memoryview) -> None:
-        while payload:
-            part = payload[: DIGEST_CHUNK_NBYTES - self.offset % DIGEST_CHUNK_NBYTES]
-            with _writing(self._path):
-                count = self._file.write(part)
-            part = part[:count]
-            self._whole.update(part)
-            self._chunk.update(part)
-            self.offset += count
-            payload = payload[count:]
-            if self.offset % DIGEST_CHUNK_NBYTES == 0:
-                self._chunk_digests += self._chunk.digest()
-                self._chunk = hashlib.sha256()
-            self._on_bytes(count)
-
-
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write into a ResourceError that names the path."""
+def _workers() -> Iterator[ThreadPoolExecutor]:
+    """Threads that convert, each on one core: an operation that spreads over cores waits for the slowest of them."""
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(THREADS, "convert", initializer=torch.set_num_threads, initargs=(1,))
     try:
-        yield
-    except OSError as cause:
-        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError("NO_SPACE", "no space left for the weights", where=str(path),
-                                hint="free some space, or write the core to another disk") from cause
-        if cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise ResourceError("NOT_WRITABLE", "weights may not be written here", where=str(path),
-                                hint="choose a folder that you may write to") from cause
-        raise ResourceError("WRITE_FAILED", f"weights cannot be written ({cause.strerror})", where=str(path)) from cause
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
+        yield pool
     finally:
-        os.close(fd)
-
-
-def _concatenated(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    if len(shapes) == 1:
-        return shapes[0]
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exporter.checkpoint import Checkpoint, open_checkpoint
-from exporter.convert import stream
+from exporter.convert import blob_file
+from exporter.convert import pieces as reader
 from exporter.convert.mxfp8 import quantize_mxfp8
 from exporter.convert.nvfp4 import quantize_nvfp4
 from exporter.convert.stream import ConvertedWeights, convert_weights
@@ -131,7 +132,7 @@ TENSORS = {"n": torch.arange(33, dtype=torch.bfloat16), "w": random_matrix(40, 6
 
 
 def test_digests_are_those_of_the_bytes_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "DIGEST_CHUNK_NBYTES", 1000)
+    monkeypatch.setattr(blob_file, "DIGEST_CHUNK_NBYTES", 1000)
 
     converted = convert(tmp_path, TENSORS, LAYOUT)
 
@@ -148,7 +149,7 @@ def test_digests_are_those_of_the_bytes_on_disk(tmp_path: Path, monkeypatch: pyt
 
 
 def test_file_that_ends_with_a_chunk_has_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "DIGEST_CHUNK_NBYTES", 16)
+    monkeypatch.setattr(blob_file, "DIGEST_CHUNK_NBYTES", 16)
     layout = layout_weights([spec("n", Format.BF16, (16,), ("n",))])
 
     converted = convert(tmp_path, {"n": torch.ones(16, dtype=torch.bfloat16)}, layout)
@@ -157,7 +158,7 @@ def test_file_that_ends_with_a_chunk_has_no_empty_one(tmp_path: Path, monkeypatc
 
 
 def test_chunks_of_a_core_are_4_mib() -> None:
-    assert stream.DIGEST_CHUNK_NBYTES == 4194304
+    assert blob_file.DIGEST_CHUNK_NBYTES == 4194304
 
 
 @pytest.mark.parametrize("read_nbytes", [1, 3 * 128, 1000], ids=["a-row", "three-rows", "odd"])
@@ -165,7 +166,7 @@ def test_bytes_do_not_depend_on_the_rows_read_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_nbytes: int
 ) -> None:
     whole = convert(tmp_path, TENSORS, LAYOUT, "whole")
-    monkeypatch.setattr(stream, "READ_NBYTES", read_nbytes)
+    monkeypatch.setattr(reader, "READ_NBYTES", read_nbytes)
 
     pieces = convert(tmp_path, TENSORS, LAYOUT, "pieces")
 
@@ -174,14 +175,14 @@ def test_bytes_do_not_depend_on_the_rows_read_at_a_time(
 
 def test_no_more_rows_are_read_than_fit_the_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    rows_of = stream.read_rows
+    rows_of = reader.read_rows
 
     def recording(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
         read.append((stop - start) * 128 if name != "n" else 0)
         return rows_of(checkpoint, name, start, stop)
 
-    monkeypatch.setattr(stream, "READ_NBYTES", 1024)
-    monkeypatch.setattr(stream, "read_rows", recording)
+    monkeypatch.setattr(reader, "READ_NBYTES", 1024)
+    monkeypatch.setattr(reader, "read_rows", recording)
 
     convert(tmp_path, TENSORS, LAYOUT)
 
@@ -203,7 +204,7 @@ def test_progress_adds_up_to_the_layout(tmp_path: Path) -> None:
 def test_non_finite_weight_is_named_with_tensor_row_and_column(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: Format, value: float
 ) -> None:
-    monkeypatch.setattr(stream, "READ_NBYTES", 7 * 128)
+    monkeypatch.setattr(reader, "READ_NBYTES", 7 * 128)
     damaged = random_matrix(40, 64, 6)
     damaged[29, 3], damaged[30, 1] = value, math.nan
     layout = layout_weights([spec("qkv", fmt, (80, 64), ("ok", "bad"), recipe="concat-rows/1")])
@@ -319,7 +320,7 @@ def test_disk_that_takes_a_few_bytes_at_a_time_gets_all_of_them(
     layout = layout_weights([spec("body", Format.MXFP8, (40, 64), ("w",))])
     whole = convert(tmp_path, TENSORS, layout, "whole")
     checkpoint = checkpoint_of(tmp_path / "again", TENSORS)
-    monkeypatch.setattr(Path, "open", lambda path, mode, buffering: ShortFile(path, mode))
+    monkeypatch.setattr(Path, "open", lambda path, mode="r", buffering=-1: ShortFile(path, mode))
 
     short = convert_weights(layout, {"target": checkpoint}, tmp_path / "short", lambda nbytes: None)
 
