@@ -4,6 +4,7 @@ exporter.combine.
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -43,7 +44,7 @@ def export(
     draft: Annotated[
         Path | None, typer.Option("--draft", metavar="DRAFT", help="Folder of the DFlash or DFlash2 draft.")
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="What the core will run on.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="cpu, or cuda:sm_90 to add that GPU.")] = "cpu",
     scope: Annotated[
         str | None,
         typer.Option("--online-mxfp8-scope", help="Which target inputs become MXFP8: all, or kda-input."),
@@ -90,9 +91,7 @@ def export(
 ) -> None:
     """Turn a model and its draft into a signed core."""
     with run_command(json_output):
-        if device != "cpu":
-            raise UsageError("DEVICE", "this exporter makes cores for CPUs only", where="--device", expected="cpu",
-                             got=device)
+        capability = _capability(device)
         if not plan and (out is None or key is None):
             missing = "--out" if out is None else "--key"
             raise UsageError("OPTION_MISSING", f"{missing} is needed to write a core", where=missing,
@@ -108,7 +107,7 @@ def export(
             target=target, draft=draft, out=out or Path("core"), recipe=recipe, core_name=name, release=release,
             settings=PrecisionSettings(online_mxfp8_scope=scope, draft_body=draft_body, draft_head=draft_head,
                                        depth=depth),
-            batches=tuple(sorted(set(batch or [1]))), max_context=max_context, force=force,
+            batches=tuple(sorted(set(batch or [1]))), max_context=max_context, force=force, capability=capability,
             act=DType.F32 if compute_dtype is ComputeDType.FLOAT32 else DType.BF16)
         progress = ByteProgress(json_output)
         if plan:
@@ -136,6 +135,16 @@ def export(
                         "core_digest": core.digest, "keyid": core.signature.stem, **reused})
             return
         print(f"{out}   {human_bytes(size)}   {core.digest}")
+
+
+def _capability(device: str) -> int | None:
+    """The compute capability that `--device` names: 90 for cuda:sm_90, None for cpu."""
+    if device == "cpu":
+        return None
+    found = re.fullmatch(r"cuda:sm_(\d{2,3})", device)
+    if found is None:
+        raise UsageError("DEVICE", "no such device", where="--device", expected="cpu, or cuda:sm_90", got=device)
+    return int(found[1])
 
 
 @combine_app.command()

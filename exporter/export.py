@@ -11,14 +11,16 @@ from dflash_core.errors import PlanError
 from dflash_core.formats import FORMATS, Format
 from dflash_core.v1 import manifest_pb2
 
+from exporter.capture.target import GpuTarget
 from exporter.checkpoint import Checkpoint, hash_files, identity_nbytes, open_checkpoint
-from exporter.convert.stream import ConvertedWeights, convert_weights
+from exporter.convert.journal import conversion_digest, is_resumable
+from exporter.convert.stream import ConvertedWeights, convert_weights, write_error_report
 from exporter.draft_config import DraftConfig, read_draft_config
 from exporter.draft_kind import DraftMethod, read_architecture
 from exporter.draft_tensors import check_draft_tensors
 from exporter.models import dense, dflash2
 from exporter.models.context import StoredWeight
-from exporter.package import CoreIdentity, SourceModel, UnsignedCore, write_core
+from exporter.package import FIRST_GPU_MODULE, CoreIdentity, SourceModel, UnsignedCore, write_core
 from exporter.plan import PlannedTensor, PrecisionPlan, plan_precision
 from exporter.plan_report import PlanReport, report
 from exporter.plan_rules import PrecisionSettings, RecordedPrecision
@@ -36,6 +38,7 @@ from runtime.sign import sign_core
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 64
+GPU_CHUNK_TOKENS = 256
 DEFAULT_CONTEXT = 8192
 
 
@@ -52,6 +55,7 @@ class ExportRequest:
         batches: batch buckets, ascending.
         max_context: most tokens of a sequence; None: the target's own, at most DEFAULT_CONTEXT.
         act: type of activations and K/V cache.
+        capability: adds a GPU target: 90 for sm_90; None: a core for CPUs alone.
     """
 
     target: Path
@@ -64,6 +68,7 @@ class ExportRequest:
     batches: tuple[int, ...] = (1,)
     max_context: int | None = None
     act: DType = DType.BF16
+    capability: int | None = None
     force: bool = False
 
 
@@ -113,10 +118,12 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     shape = serving_shape(models, plan, request)
     layout = layout_weights(weight_specs(models, plan, shape))
     recorded = record(models, plan, layout, shape, request)
-    with staged(request.out, force=request.force) as staging:
+    gpu = _compile(recorded, request.capability, watch)
+    conversion = conversion_digest(layout, _checkpoints(models))
+    with staged(request.out, force=request.force, resumable=lambda left: is_resumable(left, conversion)) as staging:
         weights = _convert(models, layout, staging, watch)
         identity = _identity(models, plan, request, shape, watch)
-        unsigned = write_core(staging, identity, weights, recorded, shape)
+        unsigned = write_core(staging, identity, weights, recorded, shape, gpu)
         signature = _sign(unsigned, key, watch)
         digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
     return SignedCore(request.out, request.out / "signatures" / signature.name, unsigned.manifest, digest)
@@ -168,8 +175,9 @@ def serving_shape(models: OpenedModels, plan: PrecisionPlan, request: ExportRequ
                         expected=f"at most {config.max_position_embeddings}", got=context)
     depth = plan.recorded.depth
     candidates = dflash2.candidates(draft.config) if draft is not None and depth else 0
+    chunk = CHUNK_TOKENS if request.capability is None else GPU_CHUNK_TOKENS
     return ServingShape(max_batch=max(request.batches), max_context=context, page_tokens=PAGE_TOKENS,
-                        chunk_tokens=CHUNK_TOKENS, depth=depth, candidates=candidates, vocab=config.vocab_size)
+                        chunk_tokens=chunk, depth=depth, candidates=candidates, vocab=config.vocab_size)
 
 
 def weight_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape) -> list[WeightSpec]:
@@ -218,12 +226,31 @@ def stored_weights(program: Program, layout: WeightLayout) -> dict[str, StoredWe
     return stored
 
 
+def _compile(recorded: RecordedProgram, capability: int | None, watch: Progress) -> GpuTarget | None:
+    """Lower and compile for a GPU; needs none."""
+    if capability is None:
+        return None
+    from exporter.capture.record import record_gpu
+
+    with watch.stage("compile", 0) as on_bytes:
+        gpu = record_gpu(recorded.program, zip(recorded.graphs, recorded.calls, strict=True), capability,
+                         first_module_id=FIRST_GPU_MODULE, on_kernel=on_bytes)
+    size = sum(len(cubin) for _, cubin in gpu.modules)
+    watch.done("compile", f"{len(gpu.modules)} kernels for {gpu.name}   {_size(size)}   {len(gpu.graphs)} graphs")
+    return gpu
+
+
+def _checkpoints(models: OpenedModels) -> dict[str, Checkpoint]:
+    """Both checkpoints by the key that weight specs use."""
+    draft = {} if models.draft is None else {"draft": models.draft.checkpoint}
+    return {"target": models.target, **draft}
+
+
 def _convert(models: OpenedModels, layout: WeightLayout, staging: Path, watch: Progress) -> ConvertedWeights:
-    checkpoints = {"target": models.target}
-    if models.draft is not None:
-        checkpoints["draft"] = models.draft.checkpoint
+    checkpoints = _checkpoints(models)
     with watch.stage("convert", layout.size_bytes) as on_bytes:
         weights = convert_weights(layout, checkpoints, staging, on_bytes)
+        write_error_report(staging, weights)
     counts: dict[Format, int] = {}
     for blob in layout.blobs:
         for placed in blob.weights:
@@ -279,7 +306,8 @@ def _arguments(request: ExportRequest) -> tuple[str, ...]:
     settings = request.settings
     given = [("--online-mxfp8-scope", settings.online_mxfp8_scope), ("--draft-body-quantization", settings.draft_body),
              ("--draft-head-quantization", settings.draft_head), ("--depth", settings.depth),
-             ("--max-context", request.max_context), ("--compute-dtype", request.act.view_name)]
+             ("--max-context", request.max_context), ("--capability", request.capability),
+             ("--compute-dtype", request.act.view_name)]
     return (*(f"{name}={value}" for name, value in given if value is not None),
             *(f"--batch={batch}" for batch in sorted(set(request.batches))))
 

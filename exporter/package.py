@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dflash_core.v1 import graph_pb2, manifest_pb2, weights_pb2
 
 import exporter
+from exporter.capture.target import GpuTarget
 from exporter.checkpoint import Checkpoint, SourceFile, read_side_file
 from exporter.convert.stream import ConvertedWeights
 from exporter.program.graphs import RecordedProgram
@@ -23,8 +24,8 @@ from runtime.ops import REGISTRY_NAME, REGISTRY_VERSION
 from runtime.sign import file_entry
 
 FORMAT_VERSION = 1
-CPU_TARGET = 0
-CPU_MODULE = 0
+CPU_TARGET, GPU_TARGET = 0, 1
+CPU_MODULE, FIRST_GPU_MODULE = 0, 1
 # Model files that a core carries byte for byte, so that it can be served without the checkpoint.
 CARRIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
            "special_tokens_map.json")
@@ -65,20 +66,30 @@ class UnsignedCore:
 
 
 def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights, recorded: RecordedProgram,
-               shape: ServingShape) -> UnsignedCore:
-    """Write configs, graphs and the manifest beside the weights that are already in `staging`.
+               shape: ServingShape, gpu: GpuTarget | None = None) -> UnsignedCore:
+    """Write configs, graphs, modules and the manifest beside the weights that are already in `staging`.
 
+    Args:
+        gpu: a second device target beside the CPU's; weights, buffers and contract are shared.
     Raises:
         ResourceError: NO_SPACE, NOT_WRITABLE or WRITE_FAILED, with the file.
     """
-    graph_file = _write_graphs(staging, recorded)
+    graph_files = [_write_graphs(staging, CPU_TARGET, recorded.graphs)]
+    targets = [graph_pb2.DeviceTarget(target_id=CPU_TARGET, name="cpu", module_ids=[CPU_MODULE])]
+    if gpu is not None:
+        graph_files.append(_write_graphs(staging, GPU_TARGET, gpu.graphs))
+        targets.append(graph_pb2.DeviceTarget(target_id=GPU_TARGET, name=gpu.name,
+                                              module_ids=[module.module_id for module, _ in gpu.modules]))
+        for _, cubin in gpu.modules:
+            _write_digest_named(staging, "modules", ".cubin", cubin)
     manifest = manifest_pb2.RebuildManifest(
         format_version=FORMAT_VERSION, core_name=identity.core_name, release=identity.release,
         target=_model(staging, identity.target), weight_blobs=_blobs(weights), tensor_views=weights.views,
-        buffers=recorded.program.buffers, symbols=recorded.program.symbols, kernels=recorded.program.kernels,
-        modules=[_registry_module()],
-        device_targets=[graph_pb2.DeviceTarget(target_id=CPU_TARGET, name="cpu", module_ids=[CPU_MODULE])],
-        graph_files=[graph_file], contract=_contract(recorded, shape), tuning_identity=identity.tuning_identity,
+        buffers=recorded.program.buffers, symbols=recorded.program.symbols,
+        kernels=[*recorded.program.kernels, *(gpu.kernels if gpu else ())],
+        modules=[_registry_module(), *(module for module, _ in (gpu.modules if gpu else ()))],
+        device_targets=targets, graph_files=graph_files, contract=_contract(recorded, shape),
+        tuning_identity=identity.tuning_identity,
         provenance=manifest_pb2.Provenance(exporter_version=exporter.__version__, arguments=identity.arguments))
     if identity.online_quantization:
         manifest.online_quantization = identity.online_quantization
@@ -92,10 +103,10 @@ def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights,
     return UnsignedCore(staging, manifest)
 
 
-def _write_graphs(staging: Path, recorded: RecordedProgram) -> graph_pb2.GraphFile:
-    graphs = graph_pb2.GraphSet(format_version=FORMAT_VERSION, graphs=recorded.graphs)
-    ref = _write_digest_named(staging, "graphs", ".pb", graphs.SerializeToString(deterministic=True))
-    return graph_pb2.GraphFile(target_id=CPU_TARGET, file=ref, graph_names=[g.name for g in recorded.graphs])
+def _write_graphs(staging: Path, target_id: int, graphs: Sequence[graph_pb2.Graph]) -> graph_pb2.GraphFile:
+    graph_set = graph_pb2.GraphSet(format_version=FORMAT_VERSION, graphs=graphs)
+    ref = _write_digest_named(staging, "graphs", ".pb", graph_set.SerializeToString(deterministic=True))
+    return graph_pb2.GraphFile(target_id=target_id, file=ref, graph_names=[g.name for g in graphs])
 
 
 def _registry_module() -> graph_pb2.KernelModule:
@@ -140,8 +151,8 @@ def _entries(staging: Path, weights: ConvertedWeights) -> list[weights_pb2.FileE
     """An entry for every file; weights were digested as they were written and are not read again."""
     entries = {b.path: _weight_entry(b.path, b.sha256, b.size_bytes, b.chunk_bytes, b.chunk_digests)
                for b in weights.blobs}
-    for folder, role in (("config", "config"), ("graphs", "graph")):
-        for path in sorted((staging / folder).iterdir()):
+    for folder, role in (("config", "config"), ("graphs", "graph"), ("modules", "module")):
+        for path in sorted((staging / folder).glob("*")):
             name = f"{folder}/{path.name}"
             entries[name] = file_entry(path, name, role)
     return [entries[name] for name in sorted(entries)]

@@ -91,9 +91,21 @@ class Program:
         """A STATE buffer, zero at load; survives launches and belongs to all graphs."""
         return self._named(name, pb.STATE, dtype, shape)
 
-    def io(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:
-        """An IO buffer, read and written by the host between launches."""
-        return self._named(name, pb.IO, dtype, shape)
+    def once(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:
+        """The STATE buffer of this name, added on the first call."""
+        return self._by_name.get(name) or self.state(name, dtype, shape)
+
+    def io(self, name: str, dtype: DType, shape: tuple[int, ...], *, host_mapped: bool = False) -> Tensor:
+        """An IO buffer, read and written by the host between launches.
+
+        Args:
+            host_mapped: on a GPU it lies in host memory that kernels write directly: for small results that the host
+                reads after every launch.
+        """
+        tensor = self._named(name, pb.IO, dtype, shape)
+        if host_mapped:
+            self.buffers[tensor.buffer_id].host_mapped = True
+        return tensor
 
     def scratch(self, name: str, dtype: DType, shape: tuple[int, ...]) -> Tensor:
         """A SCRATCH range. Graphs never run at the same time, so all graphs share the buffer of one name; it is as
@@ -138,6 +150,35 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class OpCall:
+    """One recorded op call.
+
+    Attributes:
+        op: name and version.
+        operands: tensor of each operand.
+        scalars: value of each scalar.
+        label: which part of the model it belongs to.
+        node_id: its node in the CPU graph, which a GPU node that computes it is compared with.
+    """
+
+    op: str
+    operands: Mapping[str, Tensor]
+    scalars: Mapping[str, int | float | Symbol]
+    label: str
+    node_id: int
+
+    def number(self, name: str) -> int:
+        value = self.scalars[name]
+        assert not isinstance(value, Symbol), name
+        return int(value)
+
+    def real(self, name: str) -> float:
+        value = self.scalars[name]
+        assert not isinstance(value, Symbol), name
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
 class _Range:
     node_id: int
     start: int
@@ -151,6 +192,36 @@ class _Range:
         return self.start <= other.start and (self.end is None or (other.end is not None and other.end <= self.end))
 
 
+class Hazards:
+    """Which earlier nodes each node must follow: read after write, write after read, write after write."""
+
+    def __init__(self) -> None:
+        self._touched: dict[int, list[_Range]] = {}
+        self._ancestors: list[int] = []  # bit set of node ids that precede node i
+
+    def follow(self, node: pb.GraphNode) -> list[int]:
+        """The next node's direct predecessors, ascending; those that a longer path implies are left out."""
+        before: set[int] = set()
+        for access in node.accesses:
+            end = access.offset + access.bytes if access.bytes else None
+            mine = _Range(node.node_id, access.offset, end, access.write)
+            earlier = self._touched.setdefault(access.buffer_id, [])
+            before |= {r.node_id for r in earlier
+                       if r.node_id != node.node_id and (mine.write or r.write) and mine.overlaps(r)}
+            if mine.write:
+                earlier[:] = [r for r in earlier if r.node_id == node.node_id or not mine.covers(r)]
+            earlier.append(mine)
+        implied = 0
+        for other in before:
+            implied |= self._ancestors[other]
+        direct = sorted(n for n in before if not implied >> n & 1)
+        reach = 0
+        for other in direct:
+            reach |= self._ancestors[other] | 1 << other
+        self._ancestors.append(reach)
+        return direct
+
+
 class GraphRecorder:
     """Records the nodes of one graph, in the order in which they are called."""
 
@@ -159,8 +230,8 @@ class GraphRecorder:
         self.program = program
         self.graph = pb.Graph(name=name, role=role, bucket=pb.Bucket(batch=batch, query_tokens=query_tokens),
                               load_priority=load_priority)
-        self._touched: dict[int, list[_Range]] = {}
-        self._ancestors: list[int] = []  # bit set of node ids that precede node i
+        self.calls: list[OpCall] = []
+        self._hazards = Hazards()
 
     def call(self, op_name: str, operands: Mapping[str, Tensor], *, label: str = "",
              **scalars: int | float | Symbol) -> None:
@@ -196,7 +267,9 @@ class GraphRecorder:
             else:
                 block += self._scalar(node, index, param, scalars[param.name])
         node.param_block = bytes(block)
-        self._order(node)
+        self.calls.append(OpCall(op_name, dict(operands), dict(scalars), label, node_id))
+        for before in self._hazards.follow(node):
+            self.graph.edges.add(**{"from": before, "to": node_id})
 
     def _scalar(self, node: pb.GraphNode, index: int, param: Scalar, value: int | float | Symbol) -> bytes:
         if isinstance(value, Symbol):
@@ -204,30 +277,6 @@ class GraphRecorder:
                                  width=param.type.nbytes)
             return bytes(param.type.nbytes)
         return struct.pack(param.type.value, value)
-
-    def _order(self, node: pb.GraphNode) -> None:
-        """Add edges from the nodes that this one must follow: read after write, write after read, write after write.
-        An edge that a longer path already implies is left out."""
-        before: set[int] = set()
-        for access in node.accesses:
-            end = access.offset + access.bytes if access.bytes else None
-            mine = _Range(node.node_id, access.offset, end, access.write)
-            earlier = self._touched.setdefault(access.buffer_id, [])
-            before |= {r.node_id for r in earlier
-                       if r.node_id != node.node_id and (mine.write or r.write) and mine.overlaps(r)}
-            if mine.write:
-                earlier[:] = [r for r in earlier if r.node_id == node.node_id or not mine.covers(r)]
-            earlier.append(mine)
-        implied = 0
-        for other in before:
-            implied |= self._ancestors[other]
-        direct = sorted(n for n in before if not implied >> n & 1)
-        for other in direct:
-            self.graph.edges.add(**{"from": other, "to": node.node_id})
-        reach = 0
-        for other in direct:
-            reach |= self._ancestors[other] | 1 << other
-        self._ancestors.append(reach)
 
     def finish(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> pb.Graph:
         """The recorded graph, with the buffers that the host sets before a launch and reads after it."""

@@ -20,7 +20,7 @@ from dflash_core.v1 import graph_pb2
 from exporter.draft_config import DraftConfig
 from exporter.models import dense, dflash2
 from exporter.models.context import Forward, PagedCache, StepRows, StoredWeight
-from exporter.program.builder import GraphRecorder, Program, Tensor
+from exporter.program.builder import GraphRecorder, OpCall, Program, Tensor
 from exporter.program.serving import ServingBuffers, ServingShape, inputs, outputs, serving_buffers
 from exporter.target_config import TargetConfig
 from runtime.ops import DType
@@ -40,6 +40,7 @@ class RecordedProgram:
 
     program: Program
     graphs: tuple[graph_pb2.Graph, ...]
+    calls: tuple[tuple[OpCall, ...], ...]  # the op calls of each graph, which a GPU target lowers
     buffers: ServingBuffers
     kv_bytes_per_page: int
 
@@ -63,6 +64,7 @@ class _Recorder:
         self.program, self.target, self.draft = program, target, draft
         self.weights, self.shape, self.act = weights, shape, act
         self.buffers = serving_buffers(program, shape)
+        self.calls: list[tuple[OpCall, ...]] = []
         pages = shape.max_batch * shape.max_pages
         self.kv_pages = program.symbol("kv_pages", minimum=shape.max_pages, maximum=2**31 - 1, default=pages)
         self.target_cache = self._cache("target_kv", target.num_layers, target.num_kv_heads, target.head_dim)
@@ -82,10 +84,11 @@ class _Recorder:
                 graphs += [self._draft(batch), self._verify(batch)]
             graphs.append(self._decode(batch))
         kv_bytes = self.target_cache.page_bytes + (self.draft_cache.page_bytes if self.draft_cache else 0)
-        return RecordedProgram(self.program, tuple(graphs), self.buffers, kv_bytes)
+        return RecordedProgram(self.program, tuple(graphs), tuple(self.calls), self.buffers, kv_bytes)
 
     def _finish(self, graph: GraphRecorder) -> graph_pb2.Graph:
         recorded = graph.graph
+        self.calls.append(tuple(graph.calls))
         return graph.finish(inputs(recorded, self.buffers), outputs(recorded, self.buffers))
 
     def _taps(self) -> tuple[int, ...]:

@@ -91,10 +91,10 @@ def serving_buffers(program: Program, shape: ServingShape) -> ServingBuffers:
         "chunk_count": io("chunk_count", i32, (1,)),
         "length": program.state("length", i32, (slots,)),
         "anchor": program.state("anchor", i32, (slots,)),
-        "sampled": io("sampled", i32, (shape.max_batch,)),
-        "emitted": io("emitted", i32, (shape.max_batch, shape.block_rows)),
-        "produced": io("produced", i32, (shape.max_batch,)),
-        "accepted": io("accepted", i32, (shape.max_batch,)),
+        "sampled": io("sampled", i32, (shape.max_batch,), host_mapped=True),
+        "emitted": io("emitted", i32, (shape.max_batch, shape.block_rows), host_mapped=True),
+        "produced": io("produced", i32, (shape.max_batch,), host_mapped=True),
+        "accepted": io("accepted", i32, (shape.max_batch,), host_mapped=True),
         "logits": io("logits", f32, (rows, shape.vocab)),
     }
     if shape.depth:

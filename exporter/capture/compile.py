@@ -1,0 +1,143 @@
+"""Compile a Triton kernel to a cubin for a named architecture, on a machine with or without a GPU.
+
+Compiled without line information, so that bytes do not depend on where the source lies, and without contraction of
+multiply and add, since contraction changes results. Slots, block size and shared memory are read from the compiled
+module and compared with what the launch passes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dflash_core.errors import CaptureError
+
+from exporter.capture.cubin import param_slots
+from exporter.kernels.launch import Kernel, Launch
+from exporter.program.builder import Symbol, Tensor
+from runtime.ops import DType
+
+POINTER_TYPES = {DType.BF16: "*bf16", DType.F32: "*fp32", DType.I32: "*i32", DType.U8: "*u8", DType.U64: "*u64",
+                 DType.E4M3: "*u8", DType.E2M1: "*u8"}
+# Triton adds two pointers after the visible arguments, global and profile scratch, whatever their sizes.
+HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
+ALIGNED_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A parameter that a launch passes."""
+
+    name: str
+    triton_type: str
+    size: int
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """A cubin and how to launch it.
+
+    Attributes:
+        entry: symbol of the kernel.
+        arguments: visible parameters in index order; the two hidden pointers follow them.
+        shared_bytes: dynamic shared memory.
+        source_sha256: over the Triton source, constants and options; groups modules, never identifies one.
+        options: what was passed to the compiler, for the record.
+        compiler_version, assembler: Triton's version, and the ptxas that it carries.
+    """
+
+    cubin: bytes
+    entry: str
+    arguments: tuple[Argument, ...]
+    num_warps: int
+    shared_bytes: int
+    source_sha256: bytes
+    options: Mapping[str, str]
+    compiler_version: str
+    assembler: str
+
+
+class Compiler:
+    """Compiles each distinct kernel once."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+        self._done: dict[tuple[Any, ...], CompiledKernel] = {}
+
+    def compile(self, launch: Launch) -> CompiledKernel:
+        """The kernel of a launch, for the types and alignments of its arguments.
+
+        Raises:
+            CaptureError: KERNEL_COMPILE, KERNEL_SLOTS or KERNEL_SCRATCH.
+        """
+        kernel = launch.kernel
+        arguments = launch_arguments(launch)
+        key = (kernel.function, tuple(sorted(kernel.constants.items(), key=lambda item: item[0])), kernel.num_warps,
+               kernel.num_stages, arguments)
+        if key not in self._done:
+            self._done[key] = _compile(kernel, arguments, self.capability)
+        return self._done[key]
+
+
+def launch_arguments(launch: Launch) -> tuple[Argument, ...]:
+    """Visible parameters of a launch, in the order of the function's signature."""
+    names = list(inspect.signature(launch.kernel.function.fn).parameters)
+    given = launch.arguments.keys() | launch.kernel.constants.keys()
+    if given != set(names):
+        raise CaptureError("KERNEL_ARGUMENTS", "a launch does not pass its kernel's parameters",
+                           where=launch.kernel.function.fn.__name__, expected=sorted(names), got=sorted(given))
+    return tuple(_argument(name, launch.arguments[name]) for name in names if name in launch.arguments)
+
+
+def _argument(name: str, value: Tensor | int | float | Symbol) -> Argument:
+    if isinstance(value, Tensor):
+        return Argument(name, POINTER_TYPES[value.dtype], 8, value.offset % ALIGNED_BYTES == 0)
+    return Argument(name, "fp32" if isinstance(value, float) else "i32", 4, False)
+
+
+def _compile(kernel: Kernel, arguments: tuple[Argument, ...], capability: int) -> CompiledKernel:
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
+    from triton.compiler import ASTSource
+
+    function = kernel.function
+    name = function.fn.__name__
+    names = list(inspect.signature(function.fn).parameters)
+    types = {a.name: a.triton_type for a in arguments}
+    signature = {n: types.get(n, "constexpr") for n in names}
+    constants = {(names.index(n),): v for n, v in kernel.constants.items()}
+    attributes = {(names.index(a.name),): [["tt.divisibility", ALIGNED_BYTES]] for a in arguments
+                  if a.aligned and a.triton_type.startswith("*")}
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": False}
+    try:
+        compiled = triton.compile(ASTSource(function, signature, constants, attributes),
+                                  target=GPUTarget("cuda", capability, 32), options=dict(options))
+    except Exception as e:
+        reason = str(e).strip().splitlines()
+        raise CaptureError("KERNEL_COMPILE", "Triton does not compile a kernel",
+                           where=f"{name} {dict(kernel.constants)}",
+                           got=reason[-1] if reason else type(e).__name__) from e
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.num_ctas != 1:
+        raise CaptureError("KERNEL_SCRATCH", "a kernel asks for scratch memory or a cluster, which is not recorded",
+                           where=name, expected="none",
+                           got=f"{metadata.global_scratch_size} bytes, {metadata.num_ctas} blocks")
+    cubin = compiled.asm["cubin"]
+    sizes = [slot.size for slot in param_slots(cubin, metadata.name)]
+    expected = [a.size for a in arguments] + [8] * len(HIDDEN_POINTERS)
+    if sizes != expected:
+        raise CaptureError("KERNEL_SLOTS", "the compiled kernel has other parameters than its launch passes",
+                           where=name, expected=expected, got=sizes)
+    source = json.dumps([function.src, [(n, repr(v)) for n, v in sorted(kernel.constants.items())], sorted(
+        options.items()), [(a.name, a.triton_type, a.aligned) for a in arguments]])
+    return CompiledKernel(cubin, metadata.name, arguments, metadata.num_warps, metadata.shared,
+                          hashlib.sha256(source.encode()).digest(), {k: str(v) for k, v in options.items()},
+                          triton.__version__, f"ptxas {get_ptxas(capability).version}")

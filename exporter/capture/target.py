@@ -1,0 +1,24 @@
+"""What recording for a GPU gives; importing it needs no triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_core.v1 import graph_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTarget:
+    """What a GPU adds to a core.
+
+    Attributes:
+        name: device target and module architecture, such as "sm_90a".
+        modules: cubins by module id.
+        kernels: with one variant each.
+        graphs: one per recorded CPU graph, of the same name.
+    """
+
+    name: str
+    modules: tuple[tuple[pb.KernelModule, bytes], ...]
+    kernels: tuple[pb.Kernel, ...]
+    graphs: tuple[pb.Graph, ...]

@@ -1,0 +1,130 @@
+"""Attention over the paged cache, for a tile of rows of one sequence and one K/V head, split at absolute positions.
+
+A split covers SPLIT_TOKENS positions. Each block handles one split and writes its running maximum, sum and mix; the
+last block to arrive merges the splits in order. A row that sees nothing of a split leaves the merge unchanged, bit for
+bit, so a row's result depends on its own visible keys alone. Where only one split is live, its block finishes alone.
+
+The probabilities meet V as two bf16 halves (high and remainder), so that they are not rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _accumulate(q, keys, values, visible, top, total, mixed, scale):
+    """One page: online softmax in fp32. q [M, D], keys and values [T, D] bf16, visible [M, T]."""
+    scores = tl.where(visible, tl.dot(q, tl.trans(keys)) * scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp(scores - safe[:, None])
+    alpha = tl.exp(tl.where(top == float("-inf"), safe, top) - safe)
+    high = p.to(tl.bfloat16)
+    low = (p - high.to(tl.float32)).to(tl.bfloat16)
+    mixed = mixed * alpha[:, None]
+    mixed = tl.dot(high, values, mixed)
+    mixed = tl.dot(low, values, mixed)
+    return new_top, total * alpha + tl.sum(p, axis=1), mixed
+
+
+@triton.jit
+def paged_attention(q_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, page_table_ptr, kv_ptr, out_ptr, partial_ptr,
+                    counter_ptr, block_rows, v_stride, scale,
+                    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, R: tl.constexpr,
+                    M: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_PAGES: tl.constexpr,
+                    SPLIT_TOKENS: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+    """Grid: groups * tiles, KV_HEADS, SPLITS. M >= R * (HEADS / KV_HEADS), a power of two.
+
+    With k_ptr (a draft block): context keys lie before the group's first position, and the block's own K and V come
+    from k_ptr [rows, KV_HEADS * HEAD_DIM] and v_ptr (row stride v_stride); the block is handled by the last live split.
+    Without: keys lie at positions up to each row's own.
+    """
+    tiles = tl.cdiv(block_rows, R)
+    group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    kv_head, split = tl.program_id(1), tl.program_id(2)
+    repeat: tl.constexpr = HEADS // KV_HEADS
+    m = tl.arange(0, M)
+    row_in_tile, head = m % R, m // R
+    row = group * block_rows + tile * R + row_in_tile
+    inside = (head < repeat) & (tile * R + row_in_tile < block_rows)
+    position = tl.load(positions_ptr + row, mask=inside, other=-1)
+    start = tl.load(positions_ptr + group * block_rows)
+    if k_ptr is not None:
+        keys_end = start
+    else:
+        keys_end = tl.max(position, axis=0) + 1
+    live_splits = tl.maximum(tl.cdiv(keys_end, SPLIT_TOKENS), 1)
+    if split >= live_splits:
+        return
+    d = tl.arange(0, HEAD_DIM)
+    at = row.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + ((kv_head * repeat + head) * HEAD_DIM)[:, None] + d[None, :]
+    q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
+    slot = tl.maximum(tl.load(slots_ptr + group), 0)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, HEAD_DIM], tl.float32)
+    t = tl.arange(0, PAGE_TOKENS)
+    side: tl.constexpr = KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    first = split * SPLIT_TOKENS
+    last = tl.minimum(first + SPLIT_TOKENS, keys_end)
+    for key0 in range(first, last, PAGE_TOKENS):
+        page = tl.load(page_table_ptr + slot * MAX_PAGES + key0 // PAGE_TOKENS).to(tl.int64)
+        base = kv_ptr + page * (PAGE_BYTES // 2) + kv_head * (PAGE_TOKENS * HEAD_DIM)
+        key = key0 + t
+        present = key < keys_end
+        keys = tl.load(base + t[:, None] * HEAD_DIM + d[None, :], mask=present[:, None], other=0.0)
+        values = tl.load(base + side + t[:, None] * HEAD_DIM + d[None, :], mask=present[:, None], other=0.0)
+        seen = present[None, :] & (position >= 0)[:, None]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            seen = seen & (tl.abs(position[:, None] - key[None, :]) < WINDOW)
+        top, total, mixed = _accumulate(q, keys, values, seen, top, total, mixed, scale)
+    if k_ptr is not None:  # noqa: SIM102 (a compile-time branch stays apart from a run-time one)
+        if split == live_splits - 1:
+            for first_row in range(0, block_rows, 16):
+                i = first_row + tl.arange(0, 16)
+                block_row = group * block_rows + i
+                key = tl.load(positions_ptr + block_row, mask=i < block_rows, other=-1)
+                present = key >= 0
+                offset = block_row.to(tl.int64)[:, None]
+                keys = tl.load(k_ptr + offset * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + d[None, :],
+                               mask=present[:, None], other=0.0)
+                values = tl.load(v_ptr + offset * v_stride + kv_head * HEAD_DIM + d[None, :], mask=present[:, None],
+                                 other=0.0)
+                seen = present[None, :] & (position >= 0)[:, None]
+                if CAUSAL:
+                    seen = seen & (key[None, :] <= position[:, None])
+                if WINDOW > 0:
+                    seen = seen & (tl.abs(position[:, None] - key[None, :]) < WINDOW)
+                top, total, mixed = _accumulate(q, keys, values, seen, top, total, mixed, scale)
+    if live_splits > 1:
+        lane = (tl.program_id(0) * KV_HEADS + kv_head).to(tl.int64)
+        stride: tl.constexpr = M * (HEAD_DIM + 2)
+        here = partial_ptr + (lane * SPLITS + split) * stride
+        tl.store(here + m, top)
+        tl.store(here + M + m, total)
+        tl.store(here + 2 * M + m[:, None] * HEAD_DIM + d[None, :], mixed)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + lane, 1, sem="acq_rel", scope="gpu")
+        if arrived != live_splits - 1:
+            return
+        tl.store(counter_ptr + lane, 0)
+        tl.debug_barrier()
+        top = tl.full([M], float("-inf"), tl.float32)
+        for s in range(live_splits):
+            top = tl.maximum(top, tl.load(partial_ptr + (lane * SPLITS + s) * stride + m, cache_modifier=".cg"))
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.zeros([M], tl.float32)
+        mixed = tl.zeros([M, HEAD_DIM], tl.float32)
+        for s in range(live_splits):
+            there = partial_ptr + (lane * SPLITS + s) * stride
+            part_top = tl.load(there + m, cache_modifier=".cg")
+            weight = tl.where(part_top == float("-inf"), 0.0, tl.exp(part_top - safe))
+            total += tl.load(there + M + m, cache_modifier=".cg") * weight
+            part = tl.load(there + 2 * M + m[:, None] * HEAD_DIM + d[None, :], cache_modifier=".cg")
+            mixed += part * weight[:, None]
+    result = tl.div_rn(mixed, tl.where(total > 0, total, 1.0)[:, None] + tl.zeros([M, HEAD_DIM], tl.float32))
+    tl.store(out_ptr + at, result.to(tl.bfloat16), mask=inside[:, None])

@@ -1,0 +1,299 @@
+"""A recorded graph of ops becomes launches of fused kernels.
+
+What is fused, and never changes a bit of what the ops say:
+- positions, tokens and embedding at the start of a graph;
+- a norm into the linear that alone reads it; a residual add, or SiLU times up, into the linear before it;
+- accept and the context positions that follow from it.
+Every other op is a kernel of its own. A launch keeps the numbers of the op calls it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from dflash_core.errors import CaptureError
+from dflash_core.formats import Format
+
+from exporter.kernels import accept, candidates, conv, rows, sampling, selector
+from exporter.kernels.attention import paged_attention
+from exporter.kernels.launch import Kernel, Launch
+from exporter.kernels.linear import ADD, FORMAT_CODE, SILU, STORE, STORE_F32, linear_rows
+from exporter.kernels.norm import norm_rows
+from exporter.kernels.rope import rope_heads
+from exporter.kernels.tuning import PREFILL_QUERY_ROWS, SPLIT_TOKENS, STEP_QUERY_ROWS, linear_tile
+from exporter.program.builder import OpCall, Program, Tensor
+from runtime.ops import DType, find_op
+
+LINEAR = {"dflash.linear/1": Format.BF16, "dflash.linear_mxfp8/1": Format.MXFP8, "dflash.linear_nvfp4/1": Format.NVFP4}
+MAX_LANES = 4096
+CONTEXT_LIMIT = 1 << 20
+
+Lower = Callable[[OpCall, Program], list[Launch]]
+
+ALONE: dict[str, Lower] = {
+    "dflash.tap/1": rows.lower_tap,
+    "dflash.last_row/1": rows.lower_last_row,
+    "dflash.commit/1": rows.lower_commit,
+    "dflash.commit_chunk/1": rows.lower_commit_chunk,
+    "dflash.grouped_conv/1": conv.lower_grouped_conv,
+    "dflash.top_candidates/1": candidates.lower_top_candidates,
+    "dflash.selector_walk/1": selector.lower_selector_walk,
+    "dflash.argmax_proposals/1": selector.lower_argmax_proposals,
+    "dflash.sample/1": sampling.lower_sample,
+}
+
+
+def lower_graph(calls: Sequence[OpCall], program: Program) -> list[Launch]:
+    """Launches that compute the calls, in order.
+
+    Raises:
+        CaptureError: GPU_OP or GPU_ACT; an op, or an activation type, that no kernel computes.
+    """
+    return _Lowering(calls, program).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """A norm that waits for the linear that reads it."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    op: str
+    node_id: int
+
+
+class _Lowering:
+    def __init__(self, calls: Sequence[OpCall], program: Program) -> None:
+        self.calls, self.program = calls, program
+        self.done: set[int] = set()
+        self.norms: dict[int, _Norm] = {}  # by buffer of the normalized rows
+
+    def run(self) -> list[Launch]:
+        launches = self._begin()
+        for index, call in enumerate(self.calls):
+            if index not in self.done:
+                launches += self._lower(index, call)
+        return launches
+
+    def _begin(self) -> list[Launch]:
+        count = next(i for i, c in enumerate(self.calls) if c.op == "dflash.embedding/1") + 1
+        self.done |= set(range(count))
+        return rows.lower_begin(self.calls[:count], self.program)
+
+    def _lower(self, index: int, call: OpCall) -> list[Launch]:
+        if call.op in LINEAR:
+            return self._linear(index, call)
+        if call.op == "dflash.rms_norm/1":
+            return self._norm(index, call, call.operands["x"], None)
+        if call.op == "dflash.add_rms_norm/1":
+            return self._norm(index, call, call.operands["residual"], call.operands["delta"])
+        if call.op == "dflash.add/1":
+            return [_norm_launch(call, call.operands["residual"], call.operands["delta"], None)]
+        if call.op == "dflash.accept/1":
+            return self._accept(index, call)
+        if call.op in ("dflash.rope_cache/1", "dflash.norm_rope_cache/1", "dflash.norm_rope/1",
+                       "dflash.norm_rope_context/1"):
+            return [_rope(call)]
+        if call.op in ("dflash.attention/1", "dflash.block_attention/1"):
+            return [self._attention(call)]
+        if call.op in ALONE:
+            return ALONE[call.op](call, self.program)
+        raise CaptureError("GPU_OP", "no kernel computes this op", where=call.label, got=call.op)
+
+    def _readers(self, index: int, tensor: Tensor) -> list[int]:
+        """Calls after `index` that read `tensor`, until something else is written there."""
+        found = []
+        for later in range(index + 1, len(self.calls)):
+            call = self.calls[later]
+            touched = [p for p in find_op(call.op).operands if call.operands[p.name].buffer_id == tensor.buffer_id]
+            if any(p.read for p in touched):
+                found.append(later)
+            if any(p.write for p in touched):
+                break
+        return found
+
+    def _norm(self, index: int, call: OpCall, x: Tensor, delta: Tensor | None) -> list[Launch]:
+        """Leave the norm to the one linear that reads it; otherwise launch it."""
+        out = call.operands["out"]
+        readers = self._readers(index, out)
+        alone = len(readers) == 1 and self.calls[readers[0]].op in LINEAR
+        if not alone:
+            return [_norm_launch(call, x, delta, out)]
+        self.norms[out.buffer_id] = _Norm(x, call.operands["weight"], call.real("eps"), "dflash.rms_norm/1",
+                                          call.node_id)
+        return [] if delta is None else [_norm_launch(call, x, delta, None)]
+
+    def _linear(self, index: int, call: OpCall) -> list[Launch]:
+        x, out = call.operands["x"], call.operands["out"]
+        norm = self.norms.pop(x.buffer_id, None)
+        epilogue = STORE_F32 if out.dtype is DType.F32 else STORE
+        ops, nodes, residual = [call.op], [call.node_id], None
+        launches: list[Launch] = []
+        follow = index + 1
+        readers = self._readers(index, out)
+        if readers == [follow] and self.calls[follow].op == "dflash.silu_mul/1":
+            epilogue, out = SILU, self.calls[follow].operands["out"]
+            ops.append("dflash.silu_mul/1")
+            nodes.append(self.calls[follow].node_id)
+            self.done.add(follow)
+        elif readers == [follow] and self.calls[follow].op in ("dflash.add/1", "dflash.add_rms_norm/1"):
+            after = self.calls[follow]
+            epilogue, residual = ADD, after.operands["residual"]
+            ops.append("dflash.add/1")
+            nodes.append(after.node_id)
+            self.done.add(follow)
+            if after.op == "dflash.add_rms_norm/1":
+                launches = self._norm(follow, after, residual, None)
+        if norm is not None:
+            ops.insert(0, norm.op)
+            nodes.insert(0, norm.node_id)
+        fused = _linear_launch(call, norm, epilogue, residual, out, tuple(ops), tuple(nodes))
+        return [fused, *launches]
+
+    def _accept(self, index: int, call: OpCall) -> list[Launch]:
+        follow = index + 1
+        if follow < len(self.calls) and self.calls[follow].op == "dflash.accepted_positions/1":
+            self.done.add(follow)
+            return accept.lower_accept([call, self.calls[follow]], self.program)
+        return accept.lower_accept([call], self.program)
+
+    def _attention(self, call: OpCall) -> Launch:
+        o = call.operands
+        block = call.op == "dflash.block_attention/1"
+        heads, kv_heads, head_dim = call.number("heads"), call.number("kv_heads"), call.number("head_dim")
+        groups, block_rows = call.number("groups"), call.number("block_rows")
+        page_tokens, max_pages = call.number("page_tokens"), call.number("max_pages")
+        step = block_rows <= 16
+        tile = STEP_QUERY_ROWS if block_rows <= STEP_QUERY_ROWS else 16 if step else PREFILL_QUERY_ROWS
+        repeat = heads // kv_heads
+        m = max(16, 1 << (repeat * tile - 1).bit_length())
+        tiles = -(-block_rows // tile)
+        split_tokens = SPLIT_TOKENS if step else CONTEXT_LIMIT
+        splits = -(-(page_tokens * max_pages) // split_tokens)
+        lanes = groups * tiles * kv_heads
+        assert lanes <= MAX_LANES, lanes
+        partial = self.program.scratch("attention_partial", DType.F32, (lanes * splits, m * (head_dim + 2)))
+        counters = self.program.once("attention_counters", DType.I32, (MAX_LANES,))
+        kv = replace(o["kv"], dtype=DType.BF16)
+        v = _columns(o["qkv"], (heads + kv_heads) * head_dim) if block else None
+        kernel = Kernel(
+            paged_attention, (call.op,),
+            {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "R": tile, "M": m,
+             "PAGE_TOKENS": page_tokens, "PAGE_BYTES": call.number("page_bytes"), "MAX_PAGES": max_pages,
+             "SPLIT_TOKENS": split_tokens, "SPLITS": splits, "CAUSAL": bool(call.number("causal")) if block else True,
+             "WINDOW": call.number("window") if block else 0, **({} if block else {"k_ptr": None, "v_ptr": None})},
+            num_warps=4, num_stages=2)
+        arguments: dict[str, Tensor | int | float] = {
+            "q_ptr": o["q"], "positions_ptr": o["positions"], "slots_ptr": o["slots"],
+            "page_table_ptr": o["page_table"], "kv_ptr": kv, "out_ptr": o["out"], "partial_ptr": partial,
+            "counter_ptr": counters, "block_rows": block_rows, "v_stride": (heads + 2 * kv_heads) * head_dim,
+            "scale": call.real("scale")}
+        reads = [o["q"], o["positions"], o["slots"], o["page_table"], kv, counters, partial]
+        if v is not None:
+            arguments |= {"k_ptr": o["k"], "v_ptr": v}
+            reads += [o["k"], o["qkv"]]
+        return Launch(kernel, arguments, (groups * tiles, kv_heads, splits), tuple(reads),
+                      (o["out"], partial, counters), (call.node_id,), call.label)
+
+
+def _columns(x: Tensor, first: int) -> Tensor:
+    """A pointer into the rows of `x`, `first` columns on."""
+    return replace(x, offset=x.offset + first * x.dtype.bits // 8, shape=(0,))
+
+
+def _check_act(call: OpCall) -> None:
+    if "act" in call.scalars and call.number("act") != DType.BF16:
+        raise CaptureError("GPU_ACT", "GPU cores compute in bf16", where=call.label, expected="bf16",
+                           got=DType(call.number("act")).view_name, hint="leave out --compute-dtype")
+
+
+def _norm_launch(call: OpCall, x: Tensor, delta: Tensor | None, out: Tensor | None) -> Launch:
+    _check_act(call)
+    count, cols = x.shape
+    constants: dict[str, int | float | None] = {"COLS": cols, "BLOCK": 1 << (cols - 1).bit_length(),
+                                                "EPS": call.real("eps") if out else 0.0}
+    arguments: dict[str, Tensor] = {"x_ptr": x}
+    ops = []
+    if delta is None:
+        constants["delta_ptr"] = None
+    else:
+        arguments["delta_ptr"] = delta
+        ops.append("dflash.add/1")
+    if out is None:
+        constants |= {"out_ptr": None, "weight_ptr": None}
+    else:
+        arguments |= {"out_ptr": out, "weight_ptr": call.operands["weight"]}
+        ops.append("dflash.rms_norm/1")
+    writes = [t for t in (out, x if delta is not None else None) if t is not None]
+    reads = [x, *(t for t in (delta, call.operands.get("weight") if out else None) if t is not None)]
+    return Launch(Kernel(norm_rows, tuple(ops), constants, num_warps=4), arguments, (count, 1, 1), tuple(reads),
+                  tuple(writes), (call.node_id,), call.label)
+
+
+def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Tensor | None, out: Tensor,
+                   ops: tuple[str, ...], nodes: tuple[int, ...]) -> Launch:
+    _check_act(call)
+    fmt, o = LINEAR[call.op], call.operands
+    if fmt is Format.BF16 and o["weight"].dtype is not DType.BF16:
+        raise CaptureError("GPU_WEIGHT", "GPU kernels read bf16 weights", where=call.label, expected="bf16",
+                           got=o["weight"].dtype.view_name, hint="publish the checkpoint in bfloat16")
+    count, in_features = call.number("rows"), call.number("in_features")
+    out_features = call.number("out_features") // (2 if epilogue == SILU else 1)
+    tile = linear_tile(out_features, in_features, count, fmt)
+    x = norm.x if norm else o["x"]
+    constants: dict[str, int | float | None] = {
+        "IN": in_features, "OUT": out_features, "R": tile.rows, "BN": tile.out, "BK": tile.depth,
+        "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue, "EPS": norm.eps if norm else 0.0,
+        "NORM_BK": min(1024, 1 << (in_features - 1).bit_length()), "STAGES": tile.stages}
+    optional: dict[str, Tensor | None] = {
+        "scale_ptr": o.get("block_scale"), "global_ptr": o.get("global_scale"),
+        "norm_ptr": norm.weight if norm else None, "residual_ptr": residual,
+        "out_ptr": None if epilogue == ADD else out}
+    arguments: dict[str, Tensor | int] = {"x_ptr": x, "w_ptr": o["weight"], "rows": count}
+    for name, tensor in optional.items():
+        if tensor is None:
+            constants[name] = None
+        else:
+            arguments[name] = tensor
+    target = residual if residual is not None else out
+    reads = tuple(t for t in arguments.values() if isinstance(t, Tensor) and t is not out)
+    grid = (-(-out_features // tile.out), -(-count // tile.rows), 1)
+    kernel = Kernel(linear_rows, ops, constants, num_warps=tile.num_warps, num_stages=tile.stages)
+    return Launch(kernel, arguments, grid, reads, (target,), nodes, call.label)
+
+
+def _rope(call: OpCall) -> Launch:
+    _check_act(call)
+    o, op = call.operands, call.op
+    context, cached = op == "dflash.norm_rope_context/1", op != "dflash.norm_rope/1"
+    heads = 0 if context else call.number("heads")
+    kv_heads, head_dim = call.number("kv_heads"), call.number("head_dim")
+    if head_dim & (head_dim - 1):
+        raise CaptureError("GPU_HEAD_DIM", "GPU kernels need a head size that is a power of two", where=call.label,
+                           got=head_dim)
+    constants: dict[str, int | float | None] = {
+        "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": call.number("rotary_dims"),
+        "EPS": call.real("eps") if "eps" in call.scalars else 0.0,
+        "PAGE_TOKENS": call.number("page_tokens") if cached else 1,
+        "PAGE_BYTES": call.number("page_bytes") if cached else 2,
+        "MAX_PAGES": call.number("max_pages") if cached else 1}
+    x = o["kv_rows"] if context else o["qkv"]
+    arguments: dict[str, Tensor | int] = {
+        "x_ptr": x, "table_ptr": o["rope_table"], "positions_ptr": o["positions"],
+        "block_rows": call.number("block_rows") if cached else 1}
+    optional = {"q_weight_ptr": o.get("q_weight"), "k_weight_ptr": o.get("k_weight"), "q_ptr": o.get("q"),
+                "k_ptr": o.get("k"), "slots_ptr": o.get("slots") if cached else None,
+                "page_table_ptr": o.get("page_table") if cached else None,
+                "kv_ptr": replace(o["kv"], dtype=DType.BF16) if cached else None}
+    for name, tensor in optional.items():
+        if tensor is None:
+            constants[name] = None
+        else:
+            arguments[name] = tensor
+    writes = tuple(t for t in (optional["q_ptr"], optional["k_ptr"], optional["kv_ptr"]) if t is not None)
+    reads = tuple(t for t in arguments.values() if isinstance(t, Tensor) and t not in writes)
+    value_heads = kv_heads if cached else 0
+    return Launch(Kernel(rope_heads, (op,), constants, num_warps=1), arguments,
+                  (call.number("rows"), heads + kv_heads + value_heads, 1), reads, writes, (call.node_id,), call.label)
