@@ -11,7 +11,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt proto bench-cpu clean
+.PHONY: help setup demo test lint fmt proto goldens bench-cpu clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -36,6 +36,9 @@ fmt: $(READY)  ## let ruff mend what it can
 
 proto: $(READY)  ## generate proto/dflash_core/v1/*_pb2.py(i) from the schema
 	$(BIN)/python scripts/gen_proto.py
+
+goldens: $(READY)  ## add what is missing in tests/golden: a small signed core of this release
+	$(BIN)/python scripts/update_goldens.py
 
 bench-cpu: $(READY)  ## speed and memory of the demo pair on this CPU, as JSON on stdout
 	@$(BIN)/python scripts/bench_cpu.py
