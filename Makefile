@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
+SECONDS ?= 60
 PROMPT ?= Write three short tips for someone who starts to learn the piano.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
 TORCH = $(shell grep '^torch==' requirements.lock)
@@ -11,7 +12,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt proto goldens bench-cpu clean
+.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-verify fuzz clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -42,6 +43,12 @@ goldens: $(READY)  ## add what is missing in tests/golden: a small signed core o
 
 bench-cpu: $(READY)  ## speed and memory of the demo pair on this CPU, as JSON on stdout
 	@$(BIN)/python scripts/bench_cpu.py
+
+bench-verify: $(READY)  ## speed of verifying a 2 GiB core, of structure checks and of a signature, as JSON on stdout
+	@$(BIN)/python scripts/bench_verify.py
+
+fuzz: $(READY)  ## coverage-guided fuzzing of every reader of untrusted bytes (SECONDS=60 for each)
+	$(BIN)/python scripts/fuzz.py --seconds $(SECONDS)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis
