@@ -411,3 +411,33 @@ def test_cubins_of_triton_are_loaded_with_the_parameters_they_were_compiled_with
     assert Engine(loaded).generate([1], Request(max_tokens=4)).tokens == tuple(next_tokens(1, 4))
     assert {kernel.metadata.num_warps for kernel in compiled.values()} == {1}
     assert fake.calls.count("cuLibraryLoadData") == 4
+
+
+def test_core_that_is_closed_while_graphs_are_built_ends_the_building(
+    tmp_path: Path, trust: Any, fake: FakeDriver
+) -> None:
+    def many(manifest: Any, graphs: Any) -> None:
+        for index in range(400):
+            graph = graphs.graphs.add()
+            graph.CopyFrom(graphs.graphs[0])
+            graph.name = f"decode.more{index}"
+
+    core = make_gpu_core(tmp_path / "many", edit=many)
+    before = threading.active_count()
+
+    runtime.load(core.path, trust=trust, device="cuda").close()
+
+    assert threading.active_count() == before
+    assert fake.held == {}
+    assert fake.calls.count("cuGraphInstantiate") < 404
+
+
+def test_upload_stops_when_the_load_has_failed(tmp_path: Path, trust: Any, fake: FakeDriver) -> None:
+    core = make_gpu_core(tmp_path / "large", weights=bytes(20 * CHUNK))
+    fake.fail("cuGraphCreate", Result.CUDA_ERROR_OUT_OF_MEMORY)
+
+    with pytest.raises(DriverError):
+        runtime.load(core.path, trust=trust, device="cuda", threads=1)
+
+    assert fake.calls.count("cuMemcpyHtoDAsync") < 20
+    assert fake.held == {}
