@@ -111,7 +111,7 @@ def test_driver_graph_is_the_recorded_one(core_path: Path, trust: TrustPolicy) -
     with runtime.load(core_path, trust=trust, device="cuda") as core:
         core.graph("decode", 2)
         recorded = next(g for g in core._recorded if g.name == "decode.b1")
-        built = core._pool._builder.build(recorded)
+        built = core._pool.builder.build(recorded)
         try:
             read = core._driver.read_graph(built)
             kernel = core._driver.read_kernel(read.nodes[1][0])
