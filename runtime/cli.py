@@ -220,6 +220,9 @@ def inspect(
         typer.Option("--trust", metavar="TRUST", help="Verify first; without it nothing is authenticated."),
     ] = None,
     sbom: Annotated[bool, typer.Option("--sbom", help="Print the core's parts as CycloneDX JSON.")] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="What conversion cost each weight, worst first, and nothing else.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Show what a core holds: identity, precision, graphs, memory, weights, signers."""
@@ -232,6 +235,15 @@ def inspect(
         policy = None if trust is None else TrustPolicy.load(trust)
         if sbom:
             print_json(inspect_sbom(core, policy))
+            return
+        if errors:
+            from .error_report import print_errors, read_errors, worst_first
+
+            found = worst_first(read_errors(core, policy))
+            if json_output:
+                print_json({"authenticated": policy is not None, "weights": [asdict(entry) for entry in found]})
+            else:
+                print_errors(found, authenticated=policy is not None)
             return
         report = inspect_core(core, policy)
         if json_output:
