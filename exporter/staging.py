@@ -12,7 +12,7 @@ import glob
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,14 +22,15 @@ PARTIAL_SUFFIX = ".partial"
 
 
 @contextmanager
-def staged(out: Path, *, force: bool) -> Iterator[Path]:
+def staged(out: Path, *, force: bool, resumable: Callable[[Path], bool] | None = None) -> Iterator[Path]:
     """A folder beside `out` that becomes `out` when the block ends well, and vanishes when it does not.
 
-    A process that is killed leaves its folder, hidden and marked `.partial`; the next export to the same name removes
-    it, unless its process still runs.
+    A process that is killed leaves its folder, hidden and marked `.partial`; the next export to the same name goes on
+    with it or removes it, unless its process still runs.
 
     Args:
         force: replace a core that is already there.
+        resumable: whether a folder that was left holds a part of the same work; None: none does.
     Raises:
         UsageError: OUTPUT_EXISTS; something is there and `force` is off, or it is not a core.
         ResourceError: NOT_WRITABLE, NO_SPACE or WRITE_FAILED, with the path.
@@ -38,10 +39,13 @@ def staged(out: Path, *, force: bool) -> Iterator[Path]:
     out = out.parent.resolve() / out.name
     with writing(out.parent):
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(out)
-        staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=PARTIAL_SUFFIX, dir=out.parent))
-        lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        left = _take_stale(out, resumable)
+        if left is None:
+            staging = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=PARTIAL_SUFFIX, dir=out.parent))
+            lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        else:
+            staging, lock = left
     try:
         yield staging
         check_output(out, force=force)
@@ -84,17 +88,22 @@ def _replace(staging: Path, out: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_stale(out: Path) -> None:
-    for left in out.parent.glob(f".{glob.escape(out.name)}.*{PARTIAL_SUFFIX}"):
+def _take_stale(out: Path, resumable: Callable[[Path], bool] | None) -> tuple[Path, int] | None:
+    """The first folder that a killed export left and that can be gone on with, and its lock; all others are removed."""
+    taken = None
+    for left in sorted(out.parent.glob(f".{glob.escape(out.name)}.*{PARTIAL_SUFFIX}")):
         descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue
-        else:
-            shutil.rmtree(left, ignore_errors=True)
-        finally:
             os.close(descriptor)
+            continue
+        if taken is None and resumable is not None and resumable(left):
+            taken = left, descriptor
+            continue
+        shutil.rmtree(left, ignore_errors=True)
+        os.close(descriptor)
+    return taken
 
 
 @contextmanager

@@ -132,4 +132,5 @@ def _refuse(name: str) -> None:
 
 def _malformed(got: str) -> FormatError:
     return FormatError("ERROR_REPORT", "error report is malformed", where="config/", got=printable(got),
-                       expected="name, format and figures of every weight", hint="it was made by another release: use the one that exported the core")
+                       expected="name, format and figures of every weight",
+                       hint="it was made by another release: use the one that exported the core")

@@ -9,6 +9,7 @@ after it is complete and on the disk. A conversion whose process was killed goes
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from torch import Tensor
 from exporter.checkpoint import Checkpoint
 from exporter.convert import blob_file
 from exporter.convert.blob_file import BlobFile, open_blob, writing
-from exporter.convert.errors import ErrorStats, WeightErrors
+from exporter.convert.errors import ErrorStats, WeightErrors, report_bytes
 from exporter.convert.journal import Journal, WrittenWeight, conversion_digest
 from exporter.convert.mxfp8 import quantize_mxfp8
 from exporter.convert.nvfp4 import BLOCK as NVFP4_BLOCK
@@ -105,6 +106,21 @@ def convert_weights(
     finally:
         journal.remove()
     return ConvertedWeights(tuple(blobs), tuple(views), tuple(errors))
+
+
+def write_error_report(staging: Path, weights: ConvertedWeights) -> None:
+    """Add the errors of all converted weights to a core, as a file of its config folder; none converted, no file.
+
+    Raises:
+        ResourceError: as `convert_weights`.
+    """
+    if not weights.errors:
+        return
+    data = report_bytes(weights.errors)
+    path = staging / "config" / hashlib.sha256(data).hexdigest()
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,3 +281,28 @@ def test_interrupted_export_leaves_nothing(tmp_path):
                load_private_key(tmp_path / "keys" / "key.pem"), Interrupting())
 
     assert names(tmp_path / "place") == []
+
+
+def test_folder_that_can_be_gone_on_with_is_taken_and_others_are_removed(tmp_path):
+    for name in ("a", "b", "c"):
+        left = tmp_path / f".core.{name}{PARTIAL_SUFFIX}"
+        left.mkdir()
+        (left / "half").write_text(name)
+
+    with staged(tmp_path / "core", force=False, resumable=lambda left: (left / "half").read_text() != "a") as folder:
+        inside = (folder.name, names(tmp_path))
+        write_core(folder)
+
+    assert inside == (f".core.b{PARTIAL_SUFFIX}", [f".core.b{PARTIAL_SUFFIX}"])
+    assert names(tmp_path) == ["core"]
+
+
+def test_folder_that_is_in_use_is_neither_taken_nor_removed(tmp_path):
+    with staged(tmp_path / "core", force=False) as first:
+        (first / "half").write_text("mine")
+        with staged(tmp_path / "core", force=False, resumable=lambda left: True) as second:
+            write_core(second)
+        assert second != first and (first / "half").read_text() == "mine"
+        (tmp_path / "core" / "manifest.pb").unlink()
+        (tmp_path / "core").rmdir()
+        write_core(first)
