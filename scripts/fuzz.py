@@ -81,7 +81,8 @@ def fuzz(name: str, arguments: list[str]) -> None:
 
     with atheris.instrument_imports(include=["runtime", "exporter", "dflash_core.errors", "json"]):
         from tests.fuzz.readers import READERS
-    atheris.Setup([__file__, *arguments], READERS[name])
+    # libFuzzer starts itself again to merge, by handing its first argument to a shell.
+    atheris.Setup([f"{sys.executable} {__file__} --inside {name}", *arguments], READERS[name])
     atheris.Fuzz()
 
 

@@ -15,11 +15,14 @@ from pathlib import Path
 
 from dflash_core.errors import CheckpointError, CompatibilityError, DflashError, FormatError, VerificationError
 from dflash_core.v1.graph_pb2 import GraphSet
+from dflash_core.v1.manifest_pb2 import RebuildManifest
 from google.protobuf import text_format
+from google.protobuf.message import DecodeError, Message
 
 from exporter.safetensors_header import read_header
 from runtime.archive import Member, layout, open_core
 from runtime.bundle import encode_bundle, encode_statement, is_name, parse_bundle, parse_statement
+from runtime.manifest_wire import SMALL_BYTES, check_manifest_bytes
 from runtime.structure import check_graph_bytes, check_graph_set, check_manifest_structure
 from runtime.verify import check_version, parse, parse_manifest
 from tests.runtime.sound_core import sound_manifest
@@ -27,6 +30,8 @@ from tests.runtime.sound_core import sound_manifest
 Reader = Callable[[bytes], None]
 
 _SOUND = sound_manifest()
+PADDING = b"\x8a\x7d" + b"\x80\x80\x40" + bytes(SMALL_BYTES)
+"""An unknown field of a MiB."""
 
 
 def read_bundle(data: bytes) -> None:
@@ -49,6 +54,9 @@ def read_statement(data: bytes) -> None:
 
 
 def read_manifest(data: bytes) -> None:
+    if parses(RebuildManifest, data):
+        # What a parser reads, the walk before it must not call malformed; below a MiB it does not walk.
+        check_manifest_bytes(data + PADDING)
     try:
         manifest = parse_manifest(data)
         check_version(manifest)
@@ -65,10 +73,19 @@ def read_graphs(data: bytes) -> None:
         check_graph_bytes(data)
         graphs = parse(GraphSet, data, "graphs/fuzz.pb")
         check_graph_set(graphs, _SOUND, 0)
-    except (CompatibilityError, FormatError):
+    except (CompatibilityError, FormatError) as err:
+        assert err.code != "MANIFEST_MALFORMED" or not parses(GraphSet, data)
         return
     for graph in graphs.graphs:
         assert all(edge.to < len(graph.nodes) for edge in graph.edges)
+
+
+def parses(kind: type[Message], data: bytes) -> bool:
+    try:
+        kind.FromString(data)
+    except DecodeError:
+        return False
+    return True
 
 
 def read_archive(data: bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.readers import READERS, seeds
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
-MUTATIONS = 20_000
+MUTATIONS = 10_000
 
 
 def corpus(name: str) -> list[bytes]:
