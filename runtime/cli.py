@@ -212,6 +212,30 @@ def policy_check(
             raise typer.Exit(int(ExitCode.QUALITY))
 
 
+@app.command("verify-pins")
+def verify_pins(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that holds published checkpoints.")],
+    json_output: JsonOption = False,
+) -> None:
+    """Hash local checkpoints and compare them with the pinned published ones."""
+    with run_command(json_output):
+        from dataclasses import asdict
+
+        from . import pins
+
+        known = pins.read_pins()
+        progress = ByteProgress(json_output)
+        with progress.stage("pins", pins.local_nbytes(folder, known)) as on_bytes:
+            found = pins.verify_pins(folder, known, on_bytes)
+        if json_output:
+            print_json({"files": [asdict(file) for file in found]})
+            return
+        progress.done("pins", f"{len(found)} files   {human_bytes(sum(file.nbytes for file in found))}")
+        for file in found:
+            tensors = "" if file.num_tensors is None else f"   {file.num_tensors} tensors"
+            print(f"{file.repository}   {file.path}   {human_bytes(file.nbytes)}{tensors}")
+
+
 @app.command()
 def inspect(
     core: CoreArgument,
