@@ -1,0 +1,180 @@
+"""Run lowered launches in Triton's interpreter, in a process of its own: triton decides when it is first imported.
+
+    case = Case(arrays, [("dflash.tap/1", {"rows": 2, ...})])
+    assert same_bits(interpreter.run("rows.lower_tap", case)["features"], case.expected()["features"])
+
+Every buffer lies between guard bytes, and scratch is full of 0xFF. A run fails where a guard, or a buffer that no
+launch declares as written, has changed, and where a launch takes a tensor that it neither reads nor writes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from exporter.program.builder import OpCall, Program, Tensor
+from runtime.ops import DType, call, find_op
+
+ROOT = Path(__file__).resolve().parents[3]
+GUARD_NBYTES = 256
+GUARD_BYTE, SCRATCH_BYTE = 0xA5, 0xFF
+DTYPES = {d.numpy: d for d in (DType.F32, DType.BF16, DType.I32, DType.U64)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arrays by operand name, shared by ops that run one after the other; each op takes the operands that it names."""
+
+    arrays: dict[str, np.ndarray]
+    ops: Sequence[tuple[str, dict[str, Any]]]
+
+    def expected(self) -> dict[str, np.ndarray]:
+        """The arrays after the CPU ops."""
+        arrays = {name: array.copy() for name, array in self.arrays.items()}
+        for op, scalars in self.ops:
+            call(op, {p.name: arrays[p.name] for p in find_op(op).operands}, **scalars)
+        return arrays
+
+    def recorded(self) -> tuple[Program, dict[str, Tensor], list[OpCall]]:
+        """The same as recorded op calls over buffers named like the arrays."""
+        program = Program()
+        tensors = {n: program.state(n, DTYPES[a.dtype], a.shape) for n, a in self.arrays.items()}
+        calls = [OpCall(op, {p.name: tensors[p.name] for p in find_op(op).operands}, scalars, "case", 10 + i)
+                 for i, (op, scalars) in enumerate(self.ops)]
+        return program, tensors, calls
+
+
+def lower(name: str, calls: list[OpCall], program: Program) -> list[Any]:
+    """Launches of a lowering function, named "module.function", for one call or (`many`) for a sequence."""
+    module, function = name.split(".")
+    lowering = getattr(importlib.import_module(f"exporter.kernels.{module}"), function)
+    many = function in ("lower_begin", "lower_accept")
+    return lowering(calls if many else calls[0], program)
+
+
+class Interpreter:
+    """A process that interprets; one for all tests of a session."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.exporter.kernels.interpreter"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)})
+
+    def run(self, lowering: str, case: Case) -> dict[str, np.ndarray]:
+        """The arrays after the launches of `lowering`."""
+        _send(self._process.stdin, (lowering, case))
+        arrays, failure = _receive(self._process.stdout)
+        assert failure is None, failure
+        return arrays
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._process.stdout.close()
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _send(stream: Any, message: Any) -> None:
+    data = pickle.dumps(message)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _receive(stream: Any) -> Any:
+    (nbytes,) = struct.unpack("<Q", stream.read(8))
+    return pickle.loads(stream.read(nbytes))
+
+
+def _interpret(lowering: str, case: Case) -> dict[str, np.ndarray]:
+    program, tensors, calls = case.recorded()
+    launches = lower(lowering, calls, program)
+    memory = {}
+    for buffer in program.buffers:
+        memory[buffer.buffer_id] = np.full(buffer.fixed_bytes + 2 * GUARD_NBYTES, GUARD_BYTE, np.uint8)
+        memory[buffer.buffer_id][GUARD_NBYTES:-GUARD_NBYTES] = SCRATCH_BYTE
+    for name, array in case.arrays.items():
+        _inside(memory, tensors[name])[...] = np.frombuffer(array.tobytes(), np.uint8)
+    before = {n: _inside(memory, t).copy() for n, t in tensors.items()}
+    for launch in launches:
+        used = {v for v in launch.arguments.values() if isinstance(v, Tensor)}
+        assert used == {*launch.reads, *launch.writes}, f"{launch.kernel.function.fn.__name__} declares other accesses"
+        arguments = {n: _as_torch(memory, v) if isinstance(v, Tensor) else v for n, v in launch.arguments.items()}
+        launch.kernel.function[launch.grid](**arguments, **launch.kernel.constants)
+    written = {t.buffer_id for launch in launches for t in launch.writes}
+    for name, tensor in tensors.items():
+        assert tensor.buffer_id in written or (before[name] == _inside(memory, tensor)).all(), f"{name} was written"
+    for buffer in program.buffers:
+        edges = memory[buffer.buffer_id]
+        assert (edges[:GUARD_NBYTES] == GUARD_BYTE).all(), f"written before {buffer.name}"
+        assert (edges[-GUARD_NBYTES:] == GUARD_BYTE).all(), f"written behind {buffer.name}"
+    return {n: _inside(memory, tensors[n]).view(a.dtype).reshape(a.shape).copy() for n, a in case.arrays.items()}
+
+
+def _inside(memory: dict[int, np.ndarray], tensor: Tensor) -> np.ndarray:
+    first = GUARD_NBYTES + tensor.offset
+    return memory[tensor.buffer_id][first : first + tensor.nbytes]
+
+
+def _as_torch(memory: dict[int, np.ndarray], tensor: Tensor) -> Any:
+    import torch
+
+    element = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32, DType.U64: torch.uint64}
+    return torch.from_numpy(_inside(memory, tensor)).view(element[tensor.dtype])
+
+
+def _mend_interpreter() -> None:
+    """Where the interpreter differs from a GPU: it truncates fp32 to bf16 where hardware rounds to nearest, ties to
+    even; and the result of a comparison of fp32 scalars turns into fp32 when it meets a block."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert, splat = interpreter._convert_float, interpreter.InterpreterBuilder.create_splat
+
+    def nearest(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        if source == tl.float32 and target == tl.bfloat16:
+            return values.astype(ml_dtypes.bfloat16).view(np.uint16)
+        if source == tl.bfloat16 and target == tl.float32:
+            return (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return convert(values, source, target, rounding)
+
+    def splat_as_is(builder: Any, block: Any, scalar: Any) -> Any:
+        if scalar.data.dtype == np.bool_:
+            return interpreter.TensorHandle(np.full(block.shape, scalar.data[0]), tl.int1)
+        return splat(builder, block, scalar)
+
+    interpreter._convert_float = nearest
+    interpreter.InterpreterBuilder.create_splat = splat_as_is
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _mend_interpreter()
+    np.seterr(all="ignore")
+    while header := sys.stdin.buffer.read(8):
+        lowering, case = pickle.loads(sys.stdin.buffer.read(struct.unpack("<Q", header)[0]))
+        try:
+            answer = _interpret(lowering, case), None
+        except Exception:
+            answer = None, traceback.format_exc()
+        _send(answers, answer)
+
+
+if __name__ == "__main__":
+    # Under its own name, so that pickled cases are of one class in both processes.
+    importlib.import_module("tests.exporter.kernels.interpreter")._serve()
