@@ -67,10 +67,10 @@ def undeclared(folder: str, requirements: list[str]) -> list[str]:
     ("folder", "extras"),
     [
         pytest.param("proto", [], id="contract"),
-        pytest.param("runtime", ["gpu"], id="runtime-needs-gpu-at-most"),
+        pytest.param("runtime", ["gpu", "serve"], id="runtime-needs-gpu-and-serve-at-most"),
         pytest.param("exporter", ["export"], id="exporter-needs-export"),
-        pytest.param("scripts", ["demo", "export", "fuzz", "test"], id="scripts"),
-        pytest.param("tests", ["demo", "export", "test"], id="tests"),
+        pytest.param("scripts", ["demo", "export", "fuzz", "serve", "test"], id="scripts"),
+        pytest.param("tests", ["demo", "export", "serve", "test"], id="tests"),
     ],
 )
 def test_every_import_is_declared(folder: str, extras: list[str]) -> None:
