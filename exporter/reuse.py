@@ -38,6 +38,7 @@ from exporter.staging import check_output, staged, writing
 from exporter.weights import BlobLayout, PlacedWeight, WeightLayout, layout_weights
 from runtime.console import human_bytes
 from runtime.corefiles import CHUNK_BYTES, mismatch
+from runtime.error_report import errors_of
 from runtime.keys import PrivateKey
 from runtime.sign import file_entry
 from runtime.trust import TrustPolicy
@@ -115,6 +116,7 @@ def export_reusing(request: ExportRequest, cached: Path, trust: TrustPolicy, key
                                 f"{human_bytes(report.nbytes_saved)} of {human_bytes(report.nbytes_total)} saved")
             for miss in report.misses:
                 watch.notice(f"converted {miss.name}: {miss.field} {miss.cached} there, {miss.wanted} wanted")
+            stream.write_error_report(staging, weights)
             unsigned = write_core(staging, identity, weights, recorded, shape)
             signature = pipeline._sign(unsigned, key, watch)
             digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
@@ -201,7 +203,9 @@ def convert_reusing(layout: WeightLayout, sources: Sources, staging: Path, core:
     result = []
     for placed in _weights(layout):
         result += [stream._tensor_view(view, placed.spec, views[view.name].sha256) for view in placed.views]
-    return replace(converted, blobs=blobs, views=tuple(result)), report
+    errors = {entry.name: entry for entry in (*errors_of(core), *converted.errors)}
+    measured = tuple(errors[placed.spec.name] for placed in _weights(layout) if placed.spec.name in errors)
+    return replace(converted, blobs=blobs, views=tuple(result), errors=measured), report
 
 
 def _weights(layout: WeightLayout) -> Iterable[PlacedWeight]:

@@ -12,23 +12,20 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dflash_core.errors import FormatError
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from .archive import open_core
 from .console import printable
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
-from .verify import check_contents, check_version, file_sizes, parse_manifest, read_manifest, verify
+from .verify import VerifiedCore, check_contents, check_version, file_sizes, parse_manifest, read_manifest, verify
 
-_MARK = b'{"kind":"dflash-conversion-errors/1",'
+REPORT_KIND = "dflash-conversion-errors/1"
+_MARK = f'{{"kind":"{REPORT_KIND}",'.encode()
 _TYPES = {"name": (str,), "format": (str,), "num_weights": (int,), "zero_blocks": (int,),
           "sqnr_db": (int, float, type(None)), "max_abs": (int, float), "max_rel": (int, float),
           "saturated": (int, float)}
@@ -41,9 +38,10 @@ class WeightErrors:
     Attributes:
         name, format: of the stored weight.
         num_weights: how many values it has.
-        sqnr_db: signal to quantization noise in decibels; None when nothing was lost.
-        max_abs, max_rel: the largest difference, and the largest as a share of the weight it was made to.
-        saturated: fraction of weights larger than the largest code.
+        sqnr_db: signal to quantization noise, 10 · log10(Σw² / Σ(w − q)²); None when nothing was lost.
+        max_abs: the largest |w − q|.
+        max_rel: the largest |w − q| / |w| over weights other than zero.
+        saturated: fraction of weights that the format's largest code holds although they are larger.
         zero_blocks: blocks of which every code is zero.
     """
 
@@ -67,18 +65,20 @@ def read_errors(path: Path, trust: TrustPolicy | None) -> tuple[WeightErrors, ..
         VerificationError, PolicyError, FormatError, CompatibilityError: as `verify`.
         FormatError: ERROR_REPORT, a report that is not of the form above.
     """
-    with ExitStack() as stack:
-        if trust is None:
-            files = stack.enter_context(open_core(path))
-            manifest = parse_manifest(read_manifest(files))
-            check_version(manifest)
-            check_manifest_structure(manifest, file_sizes(files))
-            held: Mapping[str, bytes] = check_contents(files, manifest).files
-        else:
-            core = stack.enter_context(verify(path, trust))
-            held = {entry.path: core.small_file(entry.ref) for entry in core.manifest.files if entry.role == "config"}
-    reports = (held[name] for name in sorted(held) if held[name].startswith(_MARK))
-    return tuple(entry for report in reports for entry in _parse(report))
+    if trust is not None:
+        with verify(path, trust) as core:
+            return errors_of(core)
+    with open_core(path) as files:
+        manifest = parse_manifest(read_manifest(files))
+        check_version(manifest)
+        check_manifest_structure(manifest, file_sizes(files))
+        return _reported(check_contents(files, manifest).files)
+
+
+def errors_of(core: VerifiedCore) -> tuple[WeightErrors, ...]:
+    """The error reports of a core that is open; errors as of `read_errors`."""
+    return _reported({entry.path: core.small_file(entry.ref) for entry in core.manifest.files
+                      if entry.role == "config"})
 
 
 def worst_first(errors: Iterable[WeightErrors]) -> list[WeightErrors]:
@@ -88,6 +88,10 @@ def worst_first(errors: Iterable[WeightErrors]) -> list[WeightErrors]:
 
 def print_errors(errors: Iterable[WeightErrors], *, authenticated: bool) -> None:
     """Write the table to stdout, worst first; 80 columns hold it unless a name is long."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
     out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
     if not authenticated:
         out.print("NOT AUTHENTICATED: no signature was checked; --trust TRUST verifies the core", soft_wrap=True)
@@ -106,6 +110,11 @@ def print_errors(errors: Iterable[WeightErrors], *, authenticated: bool) -> None
         out.print(table)
     else:
         out.print("no converted weights, or a core that carries no error report")
+
+
+def _reported(files: Mapping[str, bytes]) -> tuple[WeightErrors, ...]:
+    reports = (files[name] for name in sorted(files) if files[name].startswith(_MARK))
+    return tuple(entry for report in reports for entry in _parse(report))
 
 
 def _parse(report: bytes) -> list[WeightErrors]:

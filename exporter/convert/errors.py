@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,34 +21,10 @@ from torch import Tensor
 
 from exporter.convert.nvfp4 import E2M1_VALUES
 from exporter.convert.quantized import QuantizedTensor
+from runtime.error_report import REPORT_KIND, WeightErrors
 
-REPORT_KIND = "dflash-conversion-errors/1"
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e15
 _DIGITS = 4  # of every figure: what survives another order of summation
-
-
-@dataclass(frozen=True, slots=True)
-class WeightErrors:
-    """The errors of one converted weight.
-
-    Attributes:
-        name, format: of the stored weight.
-        num_weights: how many values it has.
-        sqnr_db: signal to quantization noise, 10 · log10(Σw² / Σ(w − q)²); None when nothing was lost.
-        max_abs: the largest |w − q|.
-        max_rel: the largest |w − q| / |w| over weights other than zero.
-        saturated: fraction of weights that the format's largest code holds although they are larger.
-        zero_blocks: blocks of which every code is zero.
-    """
-
-    name: str
-    format: str
-    num_weights: int
-    sqnr_db: float | None
-    max_abs: float
-    max_rel: float
-    saturated: float
-    zero_blocks: int
 
 
 @dataclass(slots=True)
@@ -98,11 +74,6 @@ class ErrorStats:
             name, fmt.value, self.num_weights, sqnr, _rounded(self.max_abs),
             _rounded(self.max_rel), _rounded(self.saturated / max(self.num_weights, 1)), self.zero_blocks,
         )
-
-
-def worst_first(errors: Iterable[WeightErrors]) -> list[WeightErrors]:
-    """In the order in which a person should look at them: the lowest ratio first, then by name."""
-    return sorted(errors, key=lambda entry: (math.inf if entry.sqnr_db is None else entry.sqnr_db, entry.name))
 
 
 def report_bytes(errors: Sequence[WeightErrors]) -> bytes:

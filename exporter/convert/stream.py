@@ -26,7 +26,7 @@ from torch import Tensor
 from exporter.checkpoint import Checkpoint
 from exporter.convert import blob_file
 from exporter.convert.blob_file import BlobFile, open_blob, writing
-from exporter.convert.errors import ErrorStats, WeightErrors, report_bytes
+from exporter.convert.errors import ErrorStats, report_bytes
 from exporter.convert.journal import Journal, WrittenWeight, conversion_digest
 from exporter.convert.mxfp8 import quantize_mxfp8
 from exporter.convert.nvfp4 import BLOCK as NVFP4_BLOCK
@@ -34,6 +34,7 @@ from exporter.convert.nvfp4 import global_scale_of, quantize_nvfp4
 from exporter.convert.pieces import Piece, pieces_of
 from exporter.convert.quantized import block_amax, check_matrix, row_chunks
 from exporter.weights import BlobLayout, PlacedView, PlacedWeight, WeightLayout, WeightSpec
+from runtime.error_report import WeightErrors
 
 WEIGHTS_FOLDER = "weights"
 THREADS = 2

@@ -12,10 +12,11 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.errors import ErrorStats, WeightErrors, report_bytes, worst_first
+from exporter.convert.errors import ErrorStats, report_bytes
 from exporter.convert.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from exporter.convert.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from exporter.convert.quantized import QuantizedTensor
+from runtime.error_report import WeightErrors, worst_first
 
 CODECS: dict[Format, tuple[Callable[[Tensor], QuantizedTensor], Callable[[QuantizedTensor], Tensor]]] = {
     Format.MXFP8: (quantize_mxfp8, dequantize_mxfp8), Format.NVFP4: (quantize_nvfp4, dequantize_nvfp4),
