@@ -9,6 +9,7 @@ settings once, names the lanes of each launch in `slots`, and reads the produced
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -18,7 +19,7 @@ from dflash_core.errors import CompatibilityError, QualityError, UsageError
 
 from runtime.core import Core
 from runtime.engine.pages import PagePool
-from runtime.engine.sequence import Completion, Request, Sequence, StepKind, StepRecord
+from runtime.engine.sequence import Completion, Request, Sequence, StepKind, StepRecord, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,25 @@ class StepOutput:
     record: StepRecord
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Where one engine step spent its time, in seconds; `total_s` minus the parts is the host's.
+
+    Launches on a GPU do not wait: there the draft's time is part of the first read after it, which is verify's.
+    """
+
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    decode_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def host_s(self) -> float:
+        """Admission, buffers and bookkeeping."""
+        return self.total_s - self.prefill_s - self.draft_s - self.verify_s - self.decode_s
+
+
 class Engine:
     """Runs sequences on a loaded core. Sequences join and leave between steps; what else is in the batch never
     changes a sequence's tokens.
@@ -36,6 +56,9 @@ class Engine:
     Args:
         record_candidates: read proposals and candidates of each step for its record; without, both are empty there,
             and nothing but the produced tokens crosses from the device.
+
+    Attributes:
+        times: of the last step.
     """
 
     def __init__(self, core: Core, *, record_candidates: bool = True) -> None:
@@ -46,6 +69,8 @@ class Engine:
         self.max_context: int = contract.max_context
         self.max_batch: int = contract.max_batch
         self.pages = PagePool(core.symbols["kv_pages"])
+        self.times = StepTimes()
+        self._spent: dict[str, float] = {}
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -57,6 +82,21 @@ class Engine:
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._running
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for a slot or for pages."""
+        return len(self._waiting)
+
+    @property
+    def depth(self) -> int:
+        """Proposals per step; 0 without a draft."""
+        return self._depth
 
     def generate(self, prompt: SequenceOf[int], request: Request,
                  on_step: Callable[[StepRecord], None] | None = None) -> Completion:
@@ -113,6 +153,8 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Admit what fits, run one prefill chunk and one step of every prefilled sequence; returns what came out."""
+        started = time.perf_counter()
+        self._spent = {}
         self._admit()
         outputs = []
         ready = [s for s in self._running if s.prefilled == len(s.prompt)]
@@ -129,6 +171,8 @@ class Engine:
             if output.sequence.finish_reason is not None:
                 self._running.remove(output.sequence)
                 self._release(output.sequence)
+        self.times = StepTimes(**{f"{part}_s": spent for part, spent in self._spent.items()},
+                               total_s=time.perf_counter() - started)
         return outputs
 
     def _pages_needed(self, sequence: Sequence) -> int:
@@ -158,7 +202,20 @@ class Engine:
     def _launch(self, role: str, sequences: list[Sequence]) -> None:
         graph = self.core.graph(role, len(sequences))
         self.core.put("slots", 0, [s.slot for s in sequences] + [-1] * (self.max_batch - len(sequences)))
+        started = time.perf_counter()
         graph.run()
+        self._took(role, started)
+
+    def _took(self, part: str, started: float) -> None:
+        self._spent[part] = self._spent.get(part, 0.0) + time.perf_counter() - started
+
+    def _logprobs(self, sequence: Sequence, first_row: int, tokens: SequenceOf[int]) -> tuple[TokenLogprob, ...]:
+        """Log-probabilities of the tokens that logits rows first_row and on chose, if the request asks for them."""
+        if sequence.request.top_logprobs is None:
+            return ()
+        from runtime.engine.logprobs import token_logprobs
+
+        return token_logprobs(self.core, first_row, tokens, sequence.request.top_logprobs)
 
     def _prefill(self, sequence: Sequence) -> list[StepOutput]:
         chunk = sequence.prompt[sequence.prefilled:sequence.prefilled + self._chunk_tokens]
@@ -168,16 +225,18 @@ class Engine:
         sequence.prefilled += len(chunk)
         if sequence.prefilled < len(sequence.prompt):
             return []
-        self._produced([sequence])
+        self._produced([sequence], "prefill")
         tokens = self.core.get("sampled", 0, 1)
-        return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], tokens))]
+        return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], tokens,
+                                                     logprobs=self._logprobs(sequence, 0, tokens)))]
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         anchors = [s.tokens[-1] for s in sequences]
         self._launch("decode", sequences)
-        self._produced(sequences)
+        self._produced(sequences, "decode")
         tokens = self.core.get("sampled", 0, len(sequences))
-        return [StepOutput(s, s.commit(StepKind.DECODE, anchors[lane], [tokens[lane]]))
+        return [StepOutput(s, s.commit(StepKind.DECODE, anchors[lane], [tokens[lane]],
+                                       logprobs=self._logprobs(s, lane, [tokens[lane]])))
                 for lane, s in enumerate(sequences)]
 
     def _verify(self, sequences: list[Sequence]) -> list[StepOutput]:
@@ -185,25 +244,34 @@ class Engine:
         self._launch("draft", sequences)
         anchors = [s.tokens[-1] for s in sequences]
         self._launch("verify", sequences)
-        produced = self._produced(sequences)
+        produced = self._produced(sequences, "verify")
         emitted = self.core.get("emitted", 0, lanes * (1 + depth))
         accepted = self.core.get("accepted", 0, lanes)
         proposals, candidates = self._drafted(sequences)
         outputs = []
         for lane, sequence in enumerate(sequences):
             block = lane * (1 + depth)
-            record = sequence.commit(StepKind.VERIFY, anchors[lane], emitted[block:block + produced[lane]],
-                                     proposals=proposals[lane], candidates=candidates[lane], accepted=accepted[lane])
+            tokens = emitted[block:block + produced[lane]]
+            record = sequence.commit(StepKind.VERIFY, anchors[lane], tokens, proposals=proposals[lane],
+                                     candidates=candidates[lane], accepted=accepted[lane],
+                                     proposed=self._live_proposals(sequence),
+                                     logprobs=self._logprobs(sequence, block, tokens))
             outputs.append(StepOutput(sequence, record))
         return outputs
 
-    def _produced(self, sequences: list[Sequence]) -> list[int]:
-        """How many tokens the last launch produced, by lane.
+    def _live_proposals(self, sequence: Sequence) -> int:
+        """How many proposals take part in the next verify step: those below the sequence's limit."""
+        return min(self._depth, sequence.limit - len(sequence.prompt) - len(sequence.tokens))
+
+    def _produced(self, sequences: list[Sequence], part: str) -> list[int]:
+        """How many tokens the last launch produced, by lane; waiting for them is part of its time.
 
         Raises:
             QualityError: LOGITS_NOT_FINITE; a device graph marks a lane whose highest logit is not finite with -1.
         """
+        started = time.perf_counter()
         produced = self.core.get("produced", 0, len(sequences))
+        self._took(part, started)
         for lane, sequence in enumerate(sequences):
             if produced[lane] < 0:
                 raise QualityError("LOGITS_NOT_FINITE", "the target's highest logit is not finite",
@@ -222,8 +290,7 @@ class Engine:
         chosen_among = self.core.get("proposal_ids", 0, lanes * depth * width)
         proposals, candidates = [], []
         for lane, sequence in enumerate(sequences):
-            live = min(depth, sequence.limit - len(sequence.prompt) - len(sequence.tokens))
-            rows = range(lane * depth, lane * depth + live)
+            rows = range(lane * depth, lane * depth + self._live_proposals(sequence))
             proposals.append(tuple(ids[row] for row in rows))
             candidates.append(tuple(tuple(chosen_among[row * width:(row + 1) * width]) for row in rows))
         return proposals, candidates

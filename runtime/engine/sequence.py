@@ -7,6 +7,8 @@ from enum import Enum
 
 from dflash_core.errors import UsageError
 
+MAX_TOP_LOGPROBS = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -20,6 +22,7 @@ class Request:
         seed: of all draws of this request, 0 to 2**64 - 1.
         stop_token_ids: generation ends after any of them.
         speculation: False decodes one token at a time, as if the core had no draft.
+        top_logprobs: record each token's log-probability, and this many of the most likely ones; None: neither.
     """
 
     max_tokens: int
@@ -29,6 +32,7 @@ class Request:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     speculation: bool = True
+    top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
@@ -36,6 +40,8 @@ class Request:
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
         _require(0 <= self.top_k < 2**31, "top_k", "0 to 2**31 - 1", self.top_k)
         _require(0 <= self.seed < 2**64, "seed", "0 to 2**64 - 1", self.seed)
+        _require(self.top_logprobs is None or 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs",
+                 f"0 to {MAX_TOP_LOGPROBS}", self.top_logprobs)
 
 
 def _require(holds: bool, field_name: str, expected: str, got: object) -> None:
@@ -59,6 +65,15 @@ class StepKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability by the target at temperature 1, and the most likely (id, logprob)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of one sequence.
 
@@ -68,6 +83,8 @@ class StepRecord:
         candidates: the ids the draft chose among, per proposal.
         accepted: proposals that the target agreed with.
         tokens: committed tokens, cut at a stop token and at the limit.
+        proposed: how many of the draft's tokens took part; 0 outside a verify step.
+        logprobs: one per committed token; () unless the request asks for them.
     """
 
     kind: StepKind
@@ -76,6 +93,8 @@ class StepRecord:
     candidates: tuple[tuple[int, ...], ...]
     accepted: int
     tokens: tuple[int, ...]
+    proposed: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +131,8 @@ class Sequence:
         return len(self.prompt) + self.request.max_tokens
 
     def commit(self, kind: StepKind, anchor: int, produced: list[int], *, proposals: tuple[int, ...] = (),
-               candidates: tuple[tuple[int, ...], ...] = (), accepted: int = 0) -> StepRecord:
+               candidates: tuple[tuple[int, ...], ...] = (), accepted: int = 0, proposed: int = 0,
+               logprobs: tuple[TokenLogprob, ...] = ()) -> StepRecord:
         """Take a step's tokens up to a stop token, inclusive, and note why the sequence ended if it did."""
         taken = []
         for token in produced:
@@ -123,7 +143,8 @@ class Sequence:
         self.tokens += taken
         if self.finish_reason is None and len(self.tokens) >= self.request.max_tokens:
             self.finish_reason = FinishReason.LENGTH
-        record = StepRecord(kind, anchor, proposals, candidates, accepted, tuple(taken))
+        record = StepRecord(kind, anchor, proposals, candidates, accepted, tuple(taken), proposed,
+                            logprobs[:len(taken)])
         self.steps.append(record)
         return record
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from dflash_core.errors import CompatibilityError, UsageError
 
@@ -375,3 +376,57 @@ def test_exported_pair_speculates_without_loss(tmp_path):
 
     assert drafted.tokens == plain.tokens
     assert all(s.kind is StepKind.VERIFY for s in drafted.steps[1:])
+
+
+def test_steps_say_how_many_proposals_took_part_without_reading_them(core):
+    seen = Engine(core).generate(PROMPT, Request(9))
+    unseen = Engine(core, record_candidates=False).generate(PROMPT, Request(9))
+
+    assert [s.proposed for s in seen.steps] == [len(s.proposals) for s in seen.steps]
+    assert [s.proposed for s in unseen.steps] == [s.proposed for s in seen.steps]
+    assert seen.steps[1].proposed == DEPTH
+
+
+@pytest.mark.parametrize("speculation", [True, False], ids=["verify", "decode"])
+def test_logprobs_are_those_of_the_logits_that_chose_each_token(core, plain_tokens, speculation):
+    expected = plain_tokens(PROMPT, 40)
+    watched = LogitsByPosition(OracleDraft(core, PROMPT, expected, wrong=(4,)))
+
+    completion = Engine(watched).generate(PROMPT, Request(12, speculation=speculation, top_logprobs=3))
+
+    told = [entry for step in completion.steps for entry in step.logprobs]
+    assert tuple(entry.token for entry in told) == completion.tokens
+    for at, entry in list(enumerate(told))[1:]:
+        row = np.frombuffer(watched.noted[len(PROMPT) + at - 1], np.float32).astype(np.float64)
+        logprobs = row - np.log(np.exp(row).sum())
+        assert entry.logprob == pytest.approx(logprobs[entry.token], abs=1e-9)
+        assert [token for token, _ in entry.top] == np.argsort(-logprobs, kind="stable")[:3].tolist()
+        assert entry.top[0] == (entry.token, entry.logprob)
+
+
+def test_logprobs_of_each_lane_are_its_own(core):
+    alone = [Engine(core).generate((i + 1,), Request(6, top_logprobs=2)) for i in range(3)]
+    engine = Engine(core)
+    together = [engine.add((i + 1,), Request(6, top_logprobs=2)) for i in range(3)]
+
+    finish(engine, *together)
+
+    assert [[e for s in sequence.steps for e in s.logprobs] for sequence in together] == [
+        [e for s in completion.steps for e in s.logprobs] for completion in alone]
+
+
+def test_step_times_name_the_parts_that_ran(core):
+    engine = Engine(core)
+    engine.add(PROMPT, Request(8))
+    engine.step()
+    first = engine.times
+
+    engine.step()
+
+    second = engine.times
+    assert first.prefill_s > 0
+    assert (first.draft_s, first.verify_s, first.decode_s) == (0, 0, 0)
+    assert second.prefill_s == second.decode_s == 0
+    assert second.draft_s > 0
+    assert second.verify_s > 0
+    assert second.total_s == pytest.approx(second.draft_s + second.verify_s + second.host_s)

@@ -15,7 +15,7 @@ from runtime.engine.sequence import Sequence
         ("temperature", float("nan"), "a number of at least 0"), ("top_p", 0.0, "above 0 and at most 1"),
         ("top_p", 1.01, "above 0 and at most 1"), ("top_p", float("nan"), "above 0 and at most 1"),
         ("top_k", -1, "0 to 2**31 - 1"), ("top_k", 2**31, "0 to 2**31 - 1"), ("seed", -1, "0 to 2**64 - 1"),
-        ("seed", 2**64, "0 to 2**64 - 1"),
+        ("seed", 2**64, "0 to 2**64 - 1"), ("top_logprobs", -1, "0 to 20"), ("top_logprobs", 21, "0 to 20"),
     ],
 )  # fmt: skip
 def test_refuses_a_request_out_of_range(field, value, expected):
@@ -30,7 +30,7 @@ def test_refuses_a_request_out_of_range(field, value, expected):
 @pytest.mark.parametrize(
     "fields",
     [{"max_tokens": 1}, {"temperature": 0.0}, {"temperature": 2.5}, {"top_p": 1.0}, {"top_p": 1e-9}, {"top_k": 0},
-     {"top_k": 2**31 - 1}, {"seed": 0}, {"seed": 2**64 - 1}],
+     {"top_k": 2**31 - 1}, {"seed": 0}, {"seed": 2**64 - 1}, {"top_logprobs": 0}, {"top_logprobs": 20}],
     ids=str,
 )  # fmt: skip
 def test_accepts_the_ends_of_every_range(fields):
