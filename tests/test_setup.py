@@ -147,7 +147,8 @@ def test_project_has_the_three_commands() -> None:
     assert PYPROJECT["project"]["scripts"].keys() == {"dflash-export", "dflash-combine", "dflash-run"}
 
 
-@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "fmt", "proto", "bench-cpu", "bench-verify", "fuzz"])
+@pytest.mark.parametrize("target", ["setup", "demo", "test", "lint", "fmt", "proto", "bench-cpu", "bench-verify",
+                                    "fuzz"])
 def test_every_make_target_first_makes_the_environment(target: str) -> None:
     rule = re.search(rf"^{target}:(.*?)##", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
 
