@@ -86,6 +86,7 @@ def export(
                                                                    "without it ~/.config/dflash/trust.json.")
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and write nothing.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="With --plan: every tensor.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the core if it exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
@@ -113,9 +114,9 @@ def export(
         if plan:
             found = plan_report(request, progress)
             if json_output:
-                print_json(found.as_dict())
+                print_json(found.as_dict(verbose=verbose))
             else:
-                print_plan(found)
+                print_plan(found, verbose=verbose)
             return
         assert out is not None and key is not None
         reused: dict[str, Any] = {}

@@ -22,6 +22,7 @@ from exporter.models import dense, dflash2
 from exporter.models.context import StoredWeight
 from exporter.package import FIRST_GPU_MODULE, CoreIdentity, SourceModel, UnsignedCore, write_core
 from exporter.plan import PlannedTensor, PrecisionPlan, plan_precision
+from exporter.plan_families import planned_only, refuse_export, report_family
 from exporter.plan_report import PlanReport, report
 from exporter.plan_rules import PrecisionSettings, RecordedPrecision
 from exporter.program.builder import Program, Tensor
@@ -131,6 +132,10 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
 
 def plan_report(request: ExportRequest, progress: Progress | None = None) -> PlanReport:
     """What `export` would do with this request; nothing is converted or written. Raises as `export` does."""
+    target = open_checkpoint(request.target)
+    family = planned_only(target, request.recipe)
+    if family is not None:
+        return report_family(target, family, request.settings, request.draft is not None)
     models = open_models(request, progress or Silent())
     plan = plan_models(models, request.settings)
     shape = serving_shape(models, plan, request)
@@ -141,6 +146,9 @@ def plan_report(request: ExportRequest, progress: Progress | None = None) -> Pla
 def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
     """Open both checkpoints, read their configs, and claim every tensor."""
     target = open_checkpoint(request.target)
+    family = planned_only(target, request.recipe)
+    if family is not None:
+        raise refuse_export(target, family)
     config = read_target_config(target)
     notices = [*config.notices, *check_target_tensors(target, config)]
     recipe = load_recipe(request.recipe or config.family.value)

@@ -1,0 +1,145 @@
+"""`dflash-export --plan` as a person and a script read it, also for families that cannot be exported yet."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from exporter.cli import export_app
+from runtime.keys import generate_key
+from tests.exporter.test_family_recipes import kimi_model
+from tests.tiny_pair import write_pair
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kimi")
+    kimi_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    write_pair(folder, 3)
+    return folder / "target", folder / "draft"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(export_app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
+
+
+def lines(result: Result) -> list[str]:
+    return [re.sub(r"\s+", " ", line).strip() for line in result.stdout.splitlines() if line.strip(" ─")]
+
+
+def test_plan_lists_groups_under_their_part_with_effective_value_and_origin(pair: tuple[Path, Path]) -> None:
+    shown = run(pair[0], "--draft", pair[1], "--plan", "--draft-body-quantization", "mxfp8")
+
+    assert shown.exit_code == 0
+    assert lines(shown)[1] == "part count before after bits format effective, from"
+    assert [line.split()[0] for line in lines(shown)[2:] if line in ("target", "draft")] == ["target", "draft"]
+    body = next(line for line in lines(shown) if line.startswith("body "))
+    assert body.endswith("mxfp8 mxfp8, flag")
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+
+
+def test_plan_of_a_family_without_forward_pass_says_so(kimi: Path) -> None:
+    shown = run(kimi, "--plan")
+
+    assert shown.exit_code == 0
+    assert lines(shown)[-1] == (
+        "no graphs: the forward pass of kimi-linear is not implemented, so it cannot be exported yet")
+    group = next(line for line in lines(shown) if line.startswith("kda-input "))
+    assert group.endswith("mxfp8:kda-input, default")
+    assert not any(line.startswith("graphs") for line in lines(shown))
+
+
+def test_plan_lists_what_a_scope_covers_and_leaves_once_for_tensors_alike(kimi: Path) -> None:
+    shown = run(kimi, "--plan", "--online-mxfp8-scope", "all")
+
+    assert sorted(line for line in lines(shown) if line.startswith("kept: ")) == [
+        "kept: 4 x model.layers.*.block_sparse_moe.gate.weight [8, 64]: router",
+        "kept: 4 x model.layers.*.self_attn.f_b_proj.weight [128, 32]: low-rank up projection of decay and gate",
+        "kept: 4 x model.layers.*.self_attn.g_b_proj.weight [128, 32]: low-rank up projection of decay and gate",
+        "kept: model.layers.3.self_attn.kv_b_proj.weight [128, 32]: absorbed key/value",
+    ]
+
+
+def test_verbose_plan_has_a_line_for_every_tensor(kimi: Path) -> None:
+    shown = run(kimi, "--plan", "--verbose")
+
+    tensors = [line for line in lines(shown) if line.startswith("target: ")]
+    assert len(tensors) == 197
+    assert ("target: model.layers.0.self_attn.q_proj.weight [128, 64] f32 → mxfp8 32.8 kB → 8.4 kB default: online "
+            "MXFP8, scope kda-input") in tensors
+    assert ("target: model.norm.weight [64] f32 → f32 256 B → 256 B checkpoint: normalization") in tensors
+
+
+@pytest.mark.parametrize(("more", "count"), [((), None), (("--verbose",), 197)], ids=["plain", "verbose"])
+def test_json_plan_has_every_tensor_when_asked(kimi: Path, more: tuple[str, ...], count: int | None) -> None:
+    document: dict[str, Any] = json.loads(run(kimi, "--plan", "--json", *more).stdout)
+
+    assert document["can_be_exported"] is False
+    assert (document["graphs"], document["kv_bytes_per_token"], document["max_context"]) == ([], None, None)
+    assert (len(document["tensors"]) if count else document.get("tensors")) == count
+    if count:
+        assert document["tensors"][0] == {
+            "part": "target", "tensor": "lm_head.weight", "role": "head", "shape": [257, 64], "source_dtype": "F32",
+            "format": "f32", "origin": "checkpoint", "reason": "target-head storage", "skipped": False,
+            "nbytes_before": 65792, "nbytes_after": 65792}
+
+
+def test_export_of_a_family_without_forward_pass_is_refused_by_name(kimi: Path, tmp_path: Path) -> None:
+    shown = run(kimi, "--out", tmp_path / "core", "--key", key_in(tmp_path), "--json")
+
+    assert shown.exit_code == 3
+    error = json.loads(shown.stdout)["error"]
+    assert error["code"] == "FORWARD_NOT_IMPLEMENTED"
+    assert error["what"] == "the forward pass of kimi-linear is not implemented: it can be planned only"
+    assert error["where"].startswith("KimiLinearForCausalLM in ")
+    assert not (tmp_path / "core").exists()
+
+
+def test_draft_of_a_family_without_forward_pass_is_not_planned(kimi: Path, pair: tuple[Path, Path]) -> None:
+    shown = run(kimi, "--draft", pair[1], "--plan", "--json")
+
+    assert (shown.exit_code, json.loads(shown.stdout)["error"]["code"]) == (3, "PLAN_DRAFT")
+
+
+def without_gate(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.2.block_sparse_moe.gate.weight"]
+
+
+def another(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.9.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].clone()
+
+
+CHANGED = [("missing", without_gate, "missing: layers.2.block_sparse_moe.gate.weight"),
+           ("unknown", another, "matches no row: model.layers.9.self_attn.q_proj.weight")]
+
+
+@pytest.mark.parametrize(("change", "message"), [row[1:] for row in CHANGED], ids=[row[0] for row in CHANGED])
+def test_checkpoint_that_the_recipe_does_not_describe_is_refused(
+    kimi: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    tensors = load_file(kimi / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((kimi / "config.json").read_bytes())
+
+    error = json.loads(run(tmp_path, "--plan", "--json").stdout)["error"]
+
+    assert (error["code"], error["got"]) == ("TENSORS_UNMATCHED", message)
+
+
+def key_in(folder: Path) -> Path:
+    generate_key(folder)
+    return folder / "key.pem"
