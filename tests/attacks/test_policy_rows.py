@@ -15,6 +15,7 @@ from runtime.trust import TrustPolicy
 from runtime.verify import verify
 from tests.attacks.limits import refused
 from tests.attacks.tiny_core import MODULE, make_tiny_core
+from tests.edit_core import add_file
 from tests.toy_core import BIG_BYTES, ToyCore, toy_key, trust_document, write_trust
 
 Document = dict[str, Any]
@@ -100,6 +101,18 @@ def test_rejects_core_that_the_trust_file_excludes(
 
     with refused(code):
         verify(core.path, trust)
+
+
+def test_signature_of_a_component_counts_for_nothing(toy: ToyCore) -> None:
+    """What a combined core keeps of its parts tells where they came from, and is never a signature of the whole."""
+    partner = toy_key("partner")
+    bundle = toy.sign(partner).read_bytes()
+    toy.signature(partner).unlink()
+    toy.edit_manifest(lambda m: add_file(toy, m, "component", f"components/{'0' * 64}.{partner.keyid}.sig", bundle))
+    both = TrustPolicy.parse(json.dumps(trust_document(toy_key(), partner, threshold=2)).encode(), "trust.json")
+
+    with refused("ROLE_UNMET"):
+        verify(toy.path, both)
 
 
 def test_loads_the_signed_bytes_of_a_file_that_was_exchanged_after_opening(

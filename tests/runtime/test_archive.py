@@ -131,6 +131,15 @@ def test_unpacks_to_the_same_files(toy: ToyCore, archive: Path, trust: TrustPoli
     assert sum(seen) == sum(path.stat().st_size for path in toy.path.rglob("*") if path.is_file())
 
 
+def test_pack_counts_every_byte(toy: ToyCore, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    nbytes = pack(toy.path, tmp_path / "core.zip", on_bytes=seen.append)
+
+    assert nbytes == (tmp_path / "core.zip").stat().st_size
+    assert sum(seen) == sum(path.stat().st_size for path in toy.path.rglob("*") if path.is_file())
+
+
 def test_unpacks_nothing_that_does_not_verify(toy: ToyCore, archive: Path, trust: TrustPolicy, tmp_path: Path) -> None:
     with open_core(archive) as files:
         at = files.file(toy.big).offset
