@@ -125,6 +125,9 @@ TEXTS: list[tuple[str, Callable[[ToyCore], bytes]]] = [
     ("16 byte order mark", lambda toy: b"\xef\xbb\xbf" + text_of(toy).encode()),
     ("16 UTF-16", lambda toy: text_of(toy).encode("utf-16")),
     ("16 text after the end", lambda toy: text_of(toy).encode() + b"x"),
+    ("16 two million empty lists", lambda toy: b"[" + b"[]," * ((4 << 20) // 3 - 2) + b"[]]"),
+    ("16 a million empty objects", lambda toy: b"[" + b"{}," * ((4 << 20) // 3 - 2) + b"{}]"),
+    ("16 a million members", lambda toy: b"{" + b",".join(b'"%x":0' % i for i in range(400_000)) + b"}"),
     ("16 null", lambda toy: b"null"),
     ("16 nothing", lambda toy: b""),
 ]

@@ -22,7 +22,7 @@ from runtime.pack import pack, unpack
 from runtime.sign import sign_core
 from runtime.trust import TrustPolicy
 from runtime.verify import verify
-from tests.toy_core import ToyCore, make_toy_core, toy_key, trust_document, write_trust
+from tests.toy_core import BIG_BYTES, ToyCore, make_toy_core, toy_key, trust_document, write_trust
 
 
 @pytest.fixture
@@ -45,6 +45,12 @@ def code_of(act: Callable[[], object]) -> str:
     with pytest.raises(DflashError) as caught:
         act()
     return caught.value.code
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(data)
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -87,6 +93,32 @@ def test_loads_without_unpacking(toy: ToyCore, archive: Path, trust: TrustPolicy
 def test_every_member_starts_at_a_page(archive: Path) -> None:
     with open_core(archive) as files:
         assert {file.offset % 4096 for file in files.files.values()} == {0}
+
+
+@pytest.mark.parametrize(("change", "code"), [
+    pytest.param(lambda path, at: patch(path, at, b"\0\0\0\0"), "CHUNK_MISMATCH", id="overwritten"),
+    pytest.param(lambda path, at: os.truncate(path, at + 5), "FILE_SIZE", id="cut off"),
+])
+def test_rejects_archive_changed_after_it_was_opened(
+    toy: ToyCore, archive: Path, trust: TrustPolicy, change: Callable[[Path, int], object], code: str
+) -> None:
+    with verify(archive, trust) as core:
+        change(archive, core._files.file(toy.big).offset)
+
+        assert code_of(lambda: core.read_into(toy.big, memoryview(bytearray(BIG_BYTES)))) == code
+
+
+def test_loads_the_archive_that_was_opened_not_its_successor(
+    toy: ToyCore, archive: Path, trust: TrustPolicy
+) -> None:
+    memory = bytearray(BIG_BYTES)
+
+    with verify(archive, trust) as core:
+        archive.unlink()
+        archive.write_bytes(b"another")
+        core.read_into(toy.big, memoryview(memory))
+
+    assert memory == (toy.path / toy.big).read_bytes()
 
 
 def test_inspects_an_archive(archive: Path, trust: TrustPolicy) -> None:
