@@ -226,6 +226,19 @@ def test_components_of_a_combined_core_are_listed_flat_with_their_own_ids(bench:
         assert {m.component: names[m.combined] for m in component.buffer_ids} == own
 
 
+def test_ids_of_a_component_lead_through_both_numberings(bench: Bench) -> None:
+    bench.toy("a", lambda m: m.buffers.add(buffer_id=8, name="own", buffer_class=g.SCRATCH, alignment=256))
+    shifted(bench, "b")
+    bench.combine("a", "b", out="both")
+    shifted(bench, "c")
+
+    manifest = bench.combine("c", "both").manifest
+
+    assert [[(m.component, m.combined) for m in c.buffer_ids] for c in manifest.components] == [
+        [(10, 0), (11, 1), (12, 2), (13, 3)], [(0, 0), (1, 1), (2, 2), (3, 3), (8, 4)],
+        [(10, 0), (11, 1), (12, 2), (13, 3)]]
+
+
 def test_templates_are_shared_by_content(bench: Bench) -> None:
     def templated(graphs: GraphSet) -> None:
         graph = graphs.graphs[0]
@@ -470,6 +483,22 @@ def test_refuses_tables_that_disagree(bench: Bench, left: Edit, right: Edit, cod
     assert (error.code, error.where) == (f"COMBINE_{code}", f"{cores}: {where}")
     assert int(error.exit_code) == 5
     assert bench.left_over == ["a", "b"]
+
+
+def _on_gpu(batch: int) -> Edit:
+    def edit(manifest: RebuildManifest) -> None:
+        manifest.device_targets[0].name, manifest.contract.max_batch = "sm_90a", batch
+    return edit
+
+
+def test_graphs_of_a_gpu_keep_their_largest_batch(bench: Bench) -> None:
+    bench.toy("a", _on_gpu(4))
+    bench.toy("b", _on_gpu(1))
+
+    error = refusal(bench, "a", "b")
+
+    assert (error.code, error.where, error.expected, error.got) == (
+        "COMBINE_BATCH", str(bench.folder / "b"), "4", "1")
 
 
 def _addend(graphs: GraphSet) -> None:
