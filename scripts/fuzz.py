@@ -11,6 +11,7 @@ is kept there too, and becomes part of the committed corpus with --keep.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -36,6 +37,10 @@ def main() -> int:
     known, rest = parser.parse_known_args()
     if known.inside:
         fuzz(known.inside, rest)
+    if importlib.util.find_spec("atheris") is None:
+        print("error: atheris is not installed\n hint: it exists for Linux and Python 3.11 to 3.13; `make setup` there",
+              file=sys.stderr)
+        return 6
     names = [known.reader] if known.reader else NAMES
     return max([run(name, known.seconds, known.runs, keep=known.keep) for name in names])
 

@@ -486,22 +486,3 @@ def test_raises_the_descriptor_limit_of_the_process_when_a_core_needs_more(toy: 
             assert len(read_big(core, toy)) == BIG_BYTES
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
-
-
-@pytest.mark.parametrize("part", ["signature", "manifest", "graph", "config"])
-def test_rejects_a_flipped_bit_in_any_byte(toy: ToyCore, part: str) -> None:
-    path = {"signature": toy.signature(), "manifest": toy.path / "manifest.pb", "graph": toy.path / toy.graph,
-            "config": toy.path / toy.config}[part]
-    data = path.read_bytes()
-    trust = policy()
-    accepted = []
-
-    for index in range(len(data)):
-        path.write_bytes(data[:index] + bytes([data[index] ^ 1 << index % 8]) + data[index + 1 :])
-        try:
-            verify(toy.path, trust).close()
-            accepted.append(index)
-        except DflashError:
-            pass
-
-    assert accepted == []
