@@ -12,7 +12,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-verify fuzz clean
+.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-verify fuzz bench-convert clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -49,6 +49,9 @@ bench-verify: $(READY)  ## speed of verifying a 2 GiB core, of structure checks 
 
 fuzz: $(READY)  ## coverage-guided fuzzing of every reader of untrusted bytes (SECONDS=60 for each)
 	$(BIN)/python scripts/fuzz.py --seconds $(SECONDS)
+
+bench-convert: $(READY)  ## conversion speed beside torchao's and a plain copy's, as JSON on stdout
+	@$(BIN)/python scripts/bench_convert.py
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

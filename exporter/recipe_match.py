@@ -115,6 +115,12 @@ def find_rows(recipe: Recipe, names: Iterable[str], config: Mapping[str, Any]) -
     return {name: found[0][0].row if len(found) == 1 else None for name, found in fitting.items()}
 
 
+def promised_tensors(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint with this config must hold; an axis of any length is 1 here."""
+    return {name: tuple(axis or 1 for axis in family.shape)
+            for family in _Families.of(recipe, config).members for name in family.missing()}
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """A row against one config: the tensors it promises, and those that were seen.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from exporter.convert.nvfp4 import E2M1_VALUES
-from exporter.convert.quantized import QuantizedTensor
+from exporter.convert.quantized import SCRATCH, QuantizedTensor
 from runtime.error_report import REPORT_KIND, WeightErrors
 
 _LEAST_NORM, _MOST_NORM = 1e-12, 1e15
@@ -46,7 +46,9 @@ class ErrorStats:
             weight: [rows, cols], as the checkpoint has them; finite.
             quantized: the same rows converted.
         """
-        exact = weight.to(torch.float32, copy=True).view(-1, FORMATS[quantized.format].block)
+        block = FORMATS[quantized.format].block
+        exact = SCRATCH.take(0, (weight.numel() // block, block), torch.float32)
+        exact.view(weight.shape).copy_(weight)
         scale = _scales(quantized)
         noise = _code_values(quantized).view_as(exact).mul_(scale).sub_(exact)
         self.num_weights += exact.numel()
@@ -93,15 +95,19 @@ def _code_values(quantized: QuantizedTensor) -> Tensor:
     codes = quantized.codes.numpy().reshape(-1)
     if quantized.format is Format.MXFP8:
         codes = codes.view(np.uint16)
-    pairs = np.empty(codes.size, np.complex64)
-    np.take(_PAIR_TABLES[quantized.format], codes, out=pairs, mode="clip")
-    return torch.from_numpy(pairs.view(np.float32))
+    values = SCRATCH.take(1, (2 * codes.size,), torch.float32)
+    np.take(_PAIR_TABLES[quantized.format], codes, out=values.numpy().view(np.complex64), mode="clip")
+    return values
 
 
 def _num_saturated(fmt: Format, exact: Tensor, scale: Tensor) -> int:
     if fmt is Format.MXFP8:
         return 0  # its scales are rounded up
-    return int(np.count_nonzero(exact.abs().numpy() > scale.mul(FORMATS[fmt].max_value).numpy()))
+    limit = scale * FORMATS[fmt].max_value
+    limit[limit == 0] = math.inf  # a block of zeros holds nothing in its largest code
+    beyond = exact.abs_().sub_(limit).flatten()
+    found = SCRATCH.take(1, beyond.shape, torch.bool).numpy()
+    return int(np.count_nonzero(np.greater(beyond.numpy(), np.float32(0), out=found)))
 
 
 def _num_zero_blocks(quantized: QuantizedTensor) -> int:

@@ -11,7 +11,7 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix, row_chunks
+from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks
 
 BLOCK = 32
 
@@ -45,9 +45,10 @@ def quantize_mxfp8(weight: Tensor) -> QuantizedTensor:
         exponent = _scale_exponent(amax[part])
         block_scale[part] = exponent.to(torch.uint8)
         inv_scale = ((254 - exponent) << _EXPONENT_SHIFT).view(torch.float32)
-        blocks = weight[part].to(torch.float32).view(-1, cols // BLOCK, BLOCK)
-        scaled = (blocks * inv_scale.unsqueeze(-1)).view(-1, cols)
-        codes[part].view(torch.float8_e4m3fn).copy_(scaled)
+        scaled = SCRATCH.take(0, (*exponent.shape, BLOCK), torch.float32)
+        scaled.view(-1, cols).copy_(weight[part])
+        scaled.mul_(inv_scale.unsqueeze(-1))
+        codes[part].view(torch.float8_e4m3fn).copy_(scaled.view(-1, cols))
     return QuantizedTensor(Format.MXFP8, codes, block_scale, None)
 
 

@@ -11,7 +11,7 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.quantized import QuantizedTensor, block_amax, check_matrix, row_chunks
+from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks
 
 BLOCK = 16
 
@@ -68,7 +68,7 @@ def quantize_nvfp4(
         block_scale[part] = scale.view(torch.uint8)
         divisor = scale.to(torch.float32) * global_scale
         divisor[divisor == 0] = torch.inf
-        codes[part] = _encode_e2m1(weight[part].contiguous(), divisor)
+        _encode_e2m1(weight[part].contiguous(), divisor, codes[part])
     return QuantizedTensor(Format.NVFP4, codes, block_scale, global_scale)
 
 
@@ -92,29 +92,34 @@ def _block_scale(amax: Tensor, global_scale: Tensor) -> Tensor:
     return (amax / _E2M1_MAX / global_scale).to(torch.float8_e4m3fn)  # the cast saturates
 
 
-def _encode_e2m1(weight: Tensor, divisor: Tensor) -> Tensor:
-    """E2M1 codes of weight / divisor, two a byte: u8 [rows, cols / 2].
+def _encode_e2m1(weight: Tensor, divisor: Tensor, out: Tensor) -> None:
+    """Write the E2M1 codes of weight / divisor, two a byte.
 
     Args:
         weight: [rows, cols], contiguous.
         divisor: f32 [rows, cols / 16], positive.
+        out: u8 [rows, cols / 2].
     """
     rows, cols = weight.shape
-    magnitude = weight.to(torch.float32, copy=True).view(rows, cols // BLOCK, BLOCK)
+    blocks = (rows, cols // BLOCK, BLOCK)
+    magnitude, code, line = (SCRATCH.take(slot, blocks, torch.float32) for slot in range(3))
+    magnitude.view(rows, cols).copy_(weight)
     magnitude.div_(divisor.unsqueeze(-1)).abs_()
-    code = torch.full_like(magnitude, _ROUNDER + _E2M1_MAX_CODE)
-    line = torch.empty_like(magnitude)
+    code.fill_(_ROUNDER + _E2M1_MAX_CODE)
     for slope, start in _LINES:
         torch.add(start, magnitude, alpha=slope, out=line)
         torch.minimum(code, line, out=code)
-    pairs = code.view(torch.int32).view(rows, cols).to(torch.uint8)
-    pairs |= _signs(weight)
-    pairs = pairs.view(torch.int16)
-    return (pairs | (pairs >> 4)).to(torch.uint8)  # the cast keeps the low byte
+    codes = SCRATCH.take(0, (rows, cols), torch.uint8)
+    codes.copy_(code.view(torch.int32).view(rows, cols))
+    codes.bitwise_or_(_signs(weight))
+    pairs, shifted = codes.view(torch.int16), SCRATCH.take(1, (rows, cols // 2), torch.int16)
+    torch.bitwise_right_shift(pairs, 4, out=shifted)
+    out.copy_(pairs.bitwise_or_(shifted))  # the low byte of each
 
 
 def _signs(weight: Tensor) -> Tensor:
-    """8 where a weight is negative, -0.0 included, else 0: u8 [rows, cols]."""
-    if weight.dtype == torch.float32:
-        return ((weight.view(torch.int32) >> 28) & 8).to(torch.uint8)
-    return ((weight.view(torch.int16) >> 12) & 8).to(torch.uint8)
+    """8 where a weight is negative, -0.0 included, else 0: u8 [rows, cols] in the third slot of the scratch memory."""
+    integer, shift = (torch.int32, 28) if weight.dtype == torch.float32 else (torch.int16, 12)
+    bits, signs = SCRATCH.take(1, weight.shape, integer), SCRATCH.take(2, weight.shape, torch.uint8)
+    torch.bitwise_right_shift(weight.view(integer), shift, out=bits)
+    return signs.copy_(bits.bitwise_and_(8))

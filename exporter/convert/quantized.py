@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from dflash_core.errors import ConvertError
@@ -58,6 +60,28 @@ def check_matrix(fmt: Format, weight: Tensor) -> None:
         )
 
 
+class Scratch(threading.local):
+    """Memory for what a codec computes on the way, kept by each thread from one chunk to the next.
+
+    A chunk's intermediate values are larger than what an allocator keeps: without this every chunk would be given new
+    pages by the system, which costs more than all the arithmetic.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, Tensor] = {}
+
+    def take(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory; the last tensor that was taken from the same slot is then worthless."""
+        nbytes = prod(shape) * dtype.itemsize
+        held = self._slots.get(slot)
+        if held is None or held.numel() < nbytes:
+            held = self._slots[slot] = torch.empty(nbytes, dtype=torch.uint8)
+        return held[:nbytes].view(dtype).view(shape)
+
+
+SCRATCH = Scratch()
+
+
 def row_chunks(rows: int, cols: int) -> Iterator[slice]:
     """Slices of rows that hold about CHUNK_WEIGHTS weights each: what a core's second-level cache takes."""
     step = max(1, CHUNK_WEIGHTS // max(cols, 1))
@@ -81,12 +105,12 @@ def block_amax(weight: Tensor, block: int) -> Tensor:
     amax = torch.empty(rows, cols // block, dtype=torch.float32)
     for part in row_chunks(rows, cols):
         piece = weight[part].float() if weight.dtype == torch.float16 else weight[part].contiguous()
-        if piece.dtype == torch.bfloat16:
-            bits = (piece.view(torch.int16) & 0x7FFF).view(-1, cols // block, block).amax(-1)
-            amax[part] = (bits.to(torch.int32) << 16).view(torch.float32)
-        else:
-            bits = (piece.view(torch.int32) & 0x7FFFFFFF).view(-1, cols // block, block).amax(-1)
-            amax[part] = bits.view(torch.float32)
+        is_bf16 = piece.dtype == torch.bfloat16
+        integer, magnitude = (torch.int16, 0x7FFF) if is_bf16 else (torch.int32, 0x7FFFFFFF)
+        bits = SCRATCH.take(0, piece.shape, integer)
+        torch.bitwise_and(piece.view(integer), magnitude, out=bits)
+        largest = bits.view(-1, cols // block, block).amax(-1)
+        amax[part] = (largest.to(torch.int32) << 16 if is_bf16 else largest).view(torch.float32)
     if not torch.isfinite(amax).all():
         flat = int(torch.nonzero(~torch.isfinite(weight).flatten())[0])
         row, col = divmod(flat, cols)

@@ -49,6 +49,12 @@ def test_figures_of_an_nvfp4_block_worked_by_hand() -> None:
     assert found == WeightErrors("w", "nvfp4", 32, round(10 * math.log10(signal / noise), 2), 0.5, 1.0, 1 / 32, 0)
 
 
+def test_weights_of_a_block_of_zeros_are_not_saturated() -> None:
+    found = measured(torch.tensor([[2688.0] * 16, [-0.005] * 16]), Format.NVFP4)
+
+    assert (found.saturated, found.zero_blocks) == (0.0, 1)
+
+
 def test_weights_that_the_format_holds_lose_nothing() -> None:
     found = measured(block([448.0, 1.0, -2.0**-9], 32), Format.MXFP8)
 
