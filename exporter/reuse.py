@@ -103,6 +103,7 @@ def export_reusing(request: ExportRequest, cached: Path, trust: TrustPolicy, key
     shape = pipeline.serving_shape(models, plan, request)
     layout = layout_weights(pipeline.weight_specs(models, plan, shape))
     recorded = pipeline.record(models, plan, layout, shape, request)
+    gpu = pipeline._compile(recorded, request.capability, watch)
     with verify(cached, trust) as core:
         check_formats(core.manifest, plan.recorded, str(cached))
         identity = pipeline._identity(models, plan, request, shape, watch)
@@ -117,7 +118,7 @@ def export_reusing(request: ExportRequest, cached: Path, trust: TrustPolicy, key
             for miss in report.misses:
                 watch.notice(f"converted {miss.name}: {miss.field} {miss.cached} there, {miss.wanted} wanted")
             stream.write_error_report(staging, weights)
-            unsigned = write_core(staging, identity, weights, recorded, shape)
+            unsigned = write_core(staging, identity, weights, recorded, shape, gpu)
             signature = pipeline._sign(unsigned, key, watch)
             digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
     path = request.out / "signatures" / signature.name
