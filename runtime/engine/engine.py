@@ -117,17 +117,25 @@ class Engine:
         return sequence.completion()
 
     def add(self, prompt: SequenceOf[int], request: Request) -> Sequence:
-        """Queue a prompt.
+        """Queue a prompt. Raises as `check`."""
+        self.check(prompt, request)
+        sequence = Sequence(tuple(prompt), request)
+        self._waiting.append(sequence)
+        return sequence
+
+    def check(self, prompt: SequenceOf[int], request: Request) -> None:
+        """Whether the core could ever run this; reads nothing that a step changes, so any thread may ask.
 
         Raises:
             UsageError: PROMPT_EMPTY.
             CompatibilityError: CONTEXT_LENGTH; prompt and new tokens do not fit the core's context.
                 TOKEN_RANGE; a token id outside the vocabulary.
+                KV_PAGES; the K/V cache is smaller than the sequence.
         """
         if not prompt:
             raise UsageError("PROMPT_EMPTY", "the prompt has no tokens", hint="give at least one token")
-        sequence = Sequence(tuple(prompt), request)
-        if sequence.limit > self.max_context:
+        tokens = len(prompt) + request.max_tokens
+        if tokens > self.max_context:
             raise CompatibilityError("CONTEXT_LENGTH", "prompt and new tokens exceed the core's context",
                                      expected=f"at most {self.max_context}",
                                      got=f"{len(prompt)} + {request.max_tokens}", hint="ask for fewer tokens")
@@ -136,12 +144,10 @@ class Engine:
         if wrong:
             raise CompatibilityError("TOKEN_RANGE", "token id outside the vocabulary", expected=f"0 to {vocab - 1}",
                                      got=wrong[:4], hint="encode the prompt with the core's own tokenizer")
-        if self._pages_needed(sequence) > self.core.symbols["kv_pages"]:
+        if -(-tokens // self.page_tokens) > self.core.symbols["kv_pages"]:
             raise CompatibilityError("KV_PAGES", "the K/V cache is smaller than this sequence",
                                      expected=f"at most {self.core.symbols['kv_pages'] * self.page_tokens} tokens",
-                                     got=sequence.limit)
-        self._waiting.append(sequence)
-        return sequence
+                                     got=tokens)
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or not, and free what it holds."""

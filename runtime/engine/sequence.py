@@ -112,9 +112,9 @@ class Completion:
         return sum(counted) / len(counted) if counted else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in progress; the engine alone changes it."""
+    """A request in progress; the engine alone changes it. Two of equal requests are still two."""
 
     prompt: tuple[int, ...]
     request: Request

@@ -302,6 +302,16 @@ def test_abort_forgets_a_waiting_sequence_and_may_be_repeated(core):
     assert engine.pages.available == core.symbols["kv_pages"]
 
 
+def test_abort_takes_the_sequence_it_is_given_among_equal_ones(core):
+    engine = Engine(core)
+    first, second = engine.add(PROMPT, Request(3)), engine.add(PROMPT, Request(3))
+
+    engine.abort(second)
+    finish(engine, first)
+
+    assert (len(first.tokens), len(second.tokens)) == (3, 0)
+
+
 def test_interrupted_generation_frees_what_it_held(core):
     engine = Engine(core)
 
