@@ -18,6 +18,7 @@ from dflash_core.v1.manifest_pb2 import IdMap, RebuildManifest, SourceFile
 
 from exporter.combine_batch import PER_LANE, PER_SLOT
 from exporter.program.serving import ServingBuffers
+from runtime.pack import pack
 from runtime.verify import verify
 from tests.edit_core import add_file, edit_graphs
 from tests.exporter.combining import Bench, Edit, precision
@@ -706,6 +707,19 @@ def test_heads_differ_where_a_draft_graph_is_shared(bench: Bench) -> None:
     assert (error.code, error.expected, error.got) == (
         "COMBINE_DRAFT_HEAD", "checkpoint (recorded -; checkpoint)", "nvfp4")
     assert error.where.endswith(": graph decode_1")
+
+
+def test_a_core_in_an_archive_combines_like_its_directory(bench: Bench) -> None:
+    a = bench.toy("a")
+    bench.toy("b")
+    pack(a.path, bench.folder / "a.zip")
+    from_directories = digests(bench.combine("a", "b", out="out").path)
+    shutil.rmtree(bench.folder / "out")
+
+    from_archive = digests(bench.combine("a.zip", "b", out="out").path)
+
+    assert {k: v for k, v in from_archive.items() if "signatures/" not in k} == {
+        k: v for k, v in from_directories.items() if "signatures/" not in k}
 
 
 def test_golden_files_of_every_input_are_kept(bench: Bench) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from runtime.cli import app
 from runtime.diff import CoreDiff, Part, diff_cores
+from runtime.pack import pack
 from tests.edit_core import edit_graphs
 from tests.toy_core import make_toy_core, trust_document, write_trust
 
@@ -269,6 +270,16 @@ def test_says_so_when_nothing_was_authenticated(tmp_path: Path) -> None:
 
     assert result.stdout.startswith("NOT AUTHENTICATED")
     assert "differs: draft" in result.stdout
+
+
+def test_compares_a_core_with_its_archive(tmp_path: Path) -> None:
+    toy = make_toy_core(tmp_path / "a")
+    pack(toy.path, tmp_path / "a.zip")
+
+    report = diff_cores(toy.path, tmp_path / "a.zip", None)
+
+    assert report.left.core_digest == report.right.core_digest
+    assert not any(report.differs(part) for part in Part)
 
 
 def test_refuses_a_core_that_the_trust_file_does_not_accept(tmp_path: Path) -> None:
