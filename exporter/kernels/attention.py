@@ -30,16 +30,44 @@ def _accumulate(q, keys, values, visible, top, total, mixed, scale):
 
 
 @triton.jit
-def paged_attention(q_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, page_table_ptr, kv_ptr, out_ptr, partial_ptr,
-                    counter_ptr, block_rows, v_stride, scale,
+def _rotated(x_ptr, at, d, weight_ptr, table_ptr, position, inside, ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr,
+             EPS: tl.constexpr):
+    """Rows of heads at `x_ptr + at[:, None]`, normalized when there is a weight, rotated by position: [rows, D] bf16.
+    Rounded as exporter.kernels.rope rounds."""
+    half: tl.constexpr = ROTARY // 2
+    pair = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
+    x = tl.load(x_ptr + at[:, None] + d[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    partner = tl.load(x_ptr + at[:, None] + pair[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        mean = tl.sum(x * x, axis=1) / HEAD_DIM
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))[:, None]
+        w = tl.load(weight_ptr + d).to(tl.float32)[None, :]
+        w_pair = tl.load(weight_ptr + pair).to(tl.float32)[None, :]
+        x = ((x * inverse).to(tl.bfloat16).to(tl.float32) * w).to(tl.bfloat16).to(tl.float32)
+        partner = ((partner * inverse).to(tl.bfloat16).to(tl.float32) * w_pair).to(tl.bfloat16).to(tl.float32)
+    angle = tl.where(d < half, d, d - half)
+    base = table_ptr + tl.maximum(position, 0).to(tl.int64)[:, None] * (2 * half) + angle[None, :]
+    turning = (d < ROTARY)[None, :] & inside[:, None]
+    cos = tl.load(base, mask=turning, other=1.0)
+    sin = tl.load(base + half, mask=turning, other=0.0)
+    signed = tl.where((d < half)[None, :], -partner, partner)
+    return tl.where((d < ROTARY)[None, :], x * cos + signed * sin, x).to(tl.bfloat16)
+
+
+@triton.jit
+def paged_attention(q_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr,
+                    page_table_ptr, kv_ptr, out_ptr, partial_ptr, counter_ptr, block_rows, v_stride, scale,
                     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, R: tl.constexpr,
                     M: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_PAGES: tl.constexpr,
-                    SPLIT_TOKENS: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
+                    SPLIT_TOKENS: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+                    ROTARY: tl.constexpr, EPS: tl.constexpr):
     """Grid: groups * tiles, KV_HEADS, SPLITS. M >= R * (HEADS / KV_HEADS), a power of two.
 
     With k_ptr (a draft block): context keys lie before the group's first position, and the block's own K and V come
     from k_ptr [rows, KV_HEADS * HEAD_DIM] and v_ptr (row stride v_stride); the block is handled by the last live split.
-    Without: keys lie at positions up to each row's own.
+    Without: keys lie at positions up to each row's own. With qkv_ptr, all rows of a group fit one tile: q is made from
+    its columns, and the keys and values of rows whose positions lie in this block's split are written to the cache
+    first and read back from there with the others, so that a page is summed alike whichever step wrote it.
     """
     tiles = tl.cdiv(block_rows, R)
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -60,13 +88,33 @@ def paged_attention(q_ptr, k_ptr, v_ptr, positions_ptr, slots_ptr, page_table_pt
         return
     d = tl.arange(0, HEAD_DIM)
     at = row.to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + ((kv_head * repeat + head) * HEAD_DIM)[:, None] + d[None, :]
-    q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
     slot = tl.maximum(tl.load(slots_ptr + group), 0)
+    side: tl.constexpr = KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    if qkv_ptr is not None:
+        width: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        q_at = row.to(tl.int64) * width + (kv_head * repeat + head) * HEAD_DIM
+        q = _rotated(qkv_ptr, q_at, d, q_weight_ptr, table_ptr, position, inside, ROTARY, HEAD_DIM, EPS)
+        i = tl.arange(0, R)
+        new_row = (group * block_rows + i).to(tl.int64)
+        valid = i < block_rows
+        new_position = tl.load(positions_ptr + new_row, mask=valid, other=-1)
+        new_at = new_row * width + (HEADS + kv_head) * HEAD_DIM
+        new_keys = _rotated(qkv_ptr, new_at, d, k_weight_ptr, table_ptr, new_position, valid, ROTARY, HEAD_DIM, EPS)
+        new_values = tl.load(qkv_ptr + (new_at + KV_HEADS * HEAD_DIM)[:, None] + d[None, :], mask=valid[:, None],
+                             other=0.0)
+        mine = (new_position >= split * SPLIT_TOKENS) & (new_position < (split + 1) * SPLIT_TOKENS)
+        new_page = tl.load(page_table_ptr + slot * MAX_PAGES + new_position // PAGE_TOKENS, mask=mine, other=0)
+        into = new_page.to(tl.int64) * (PAGE_BYTES // 2) + (
+            kv_head * PAGE_TOKENS + new_position % PAGE_TOKENS) * HEAD_DIM
+        tl.store(kv_ptr + into[:, None] + d[None, :], new_keys, mask=mine[:, None])
+        tl.store(kv_ptr + side + into[:, None] + d[None, :], new_values, mask=mine[:, None])
+        tl.debug_barrier()
+    else:
+        q = tl.load(q_ptr + at, mask=inside[:, None], other=0.0)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, HEAD_DIM], tl.float32)
     t = tl.arange(0, PAGE_TOKENS)
-    side: tl.constexpr = KV_HEADS * PAGE_TOKENS * HEAD_DIM
     first = split * SPLIT_TOKENS
     last = tl.minimum(first + SPLIT_TOKENS, keys_end)
     for key0 in range(first, last, PAGE_TOKENS):

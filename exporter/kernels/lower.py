@@ -19,14 +19,24 @@ from exporter.kernels import accept, candidates, conv, rows, sampling, selector
 from exporter.kernels.attention import paged_attention
 from exporter.kernels.launch import Kernel, Launch
 from exporter.kernels.linear import ADD, FORMAT_CODE, SILU, STORE, STORE_F32, linear_rows
+from exporter.kernels.linear_whole import linear_whole
 from exporter.kernels.norm import norm_rows
 from exporter.kernels.rope import rope_heads
-from exporter.kernels.tuning import PREFILL_QUERY_ROWS, SPLIT_TOKENS, STEP_QUERY_ROWS, linear_tile
+from exporter.kernels.tuning import (
+    MAX_STEP_ROWS,
+    PREFILL_QUERY_ROWS,
+    SPLIT_TOKENS,
+    STEP_QUERY_ROWS,
+    linear_tile,
+    whole_tile,
+)
 from exporter.program.builder import OpCall, Program, Tensor
 from runtime.ops import DType, find_op
 
 LINEAR = {"dflash.linear/1": Format.BF16, "dflash.linear_mxfp8/1": Format.MXFP8, "dflash.linear_nvfp4/1": Format.NVFP4}
 MAX_LANES = 4096
+WIDE_QUERY_ROWS = 128  # query rows times heads above which a block takes eight warps
+MAX_BLOCK_ROWS = 16  # rows of one sequence that one attention block takes in a step graph
 CONTEXT_LIMIT = 1 << 20
 
 Lower = Callable[[OpCall, Program], list[Launch]]
@@ -93,8 +103,13 @@ class _Lowering:
             return [_norm_launch(call, call.operands["residual"], call.operands["delta"], None)]
         if call.op == "dflash.accept/1":
             return self._accept(index, call)
-        if call.op in ("dflash.rope_cache/1", "dflash.norm_rope_cache/1", "dflash.norm_rope/1",
-                       "dflash.norm_rope_context/1"):
+        if call.op in ("dflash.rope_cache/1", "dflash.norm_rope_cache/1"):
+            follow = self.calls[index + 1] if index + 1 < len(self.calls) else call
+            if follow.op == "dflash.attention/1" and follow.number("block_rows") <= MAX_BLOCK_ROWS:
+                self.done.add(index + 1)
+                return [self._attention(follow, rope=call)]
+            return [_rope(call)]
+        if call.op in ("dflash.norm_rope/1", "dflash.norm_rope_context/1"):
             return [_rope(call)]
         if call.op in ("dflash.attention/1", "dflash.block_attention/1"):
             return [self._attention(call)]
@@ -159,14 +174,15 @@ class _Lowering:
             return accept.lower_accept([call, self.calls[follow]], self.program)
         return accept.lower_accept([call], self.program)
 
-    def _attention(self, call: OpCall) -> Launch:
+    def _attention(self, call: OpCall, rope: OpCall | None = None) -> Launch:
+        """Attention, with the rotation and the cache write before it where all rows of a group fit one tile."""
         o = call.operands
         block = call.op == "dflash.block_attention/1"
         heads, kv_heads, head_dim = call.number("heads"), call.number("kv_heads"), call.number("head_dim")
         groups, block_rows = call.number("groups"), call.number("block_rows")
         page_tokens, max_pages = call.number("page_tokens"), call.number("max_pages")
-        step = block_rows <= 16
-        tile = STEP_QUERY_ROWS if block_rows <= STEP_QUERY_ROWS else 16 if step else PREFILL_QUERY_ROWS
+        step = block_rows <= MAX_BLOCK_ROWS
+        tile = STEP_QUERY_ROWS if block_rows <= STEP_QUERY_ROWS else MAX_BLOCK_ROWS if step else PREFILL_QUERY_ROWS
         repeat = heads // kv_heads
         m = max(16, 1 << (repeat * tile - 1).bit_length())
         tiles = -(-block_rows // tile)
@@ -178,24 +194,42 @@ class _Lowering:
         counters = self.program.once("attention_counters", DType.I32, (MAX_LANES,))
         kv = replace(o["kv"], dtype=DType.BF16)
         v = _columns(o["qkv"], (heads + kv_heads) * head_dim) if block else None
+        fused = ("q_weight_ptr", "k_weight_ptr", "table_ptr", "qkv_ptr")
+        absent: dict[str, None] = {"k_ptr": None, "v_ptr": None} if not block else {}
+        absent |= dict.fromkeys(("q_ptr",) if rope else fused)
+        if rope and "q_weight" not in rope.operands:
+            absent |= {"q_weight_ptr": None, "k_weight_ptr": None}
         kernel = Kernel(
-            paged_attention, (call.op,),
+            paged_attention, (*((rope.op,) if rope else ()), call.op),
             {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "R": tile, "M": m,
              "PAGE_TOKENS": page_tokens, "PAGE_BYTES": call.number("page_bytes"), "MAX_PAGES": max_pages,
              "SPLIT_TOKENS": split_tokens, "SPLITS": splits, "CAUSAL": bool(call.number("causal")) if block else True,
-             "WINDOW": call.number("window") if block else 0, **({} if block else {"k_ptr": None, "v_ptr": None})},
-            num_warps=4, num_stages=2)
+             "WINDOW": call.number("window") if block else 0,
+             "ROTARY": rope.number("rotary_dims") if rope else head_dim,
+             "EPS": rope.real("eps") if rope and "eps" in rope.scalars else 0.0, **absent},
+            num_warps=8 if m >= WIDE_QUERY_ROWS else 4, num_stages=2)
         arguments: dict[str, Tensor | int | float] = {
-            "q_ptr": o["q"], "positions_ptr": o["positions"], "slots_ptr": o["slots"],
+            "positions_ptr": o["positions"], "slots_ptr": o["slots"],
             "page_table_ptr": o["page_table"], "kv_ptr": kv, "out_ptr": o["out"], "partial_ptr": partial,
             "counter_ptr": counters, "block_rows": block_rows, "v_stride": (heads + 2 * kv_heads) * head_dim,
             "scale": call.real("scale")}
-        reads = [o["q"], o["positions"], o["slots"], o["page_table"], kv, counters, partial]
+        reads = [o["positions"], o["slots"], o["page_table"], kv, counters, partial]
+        writes = [o["out"], partial, counters]
         if v is not None:
             arguments |= {"k_ptr": o["k"], "v_ptr": v}
             reads += [o["k"], o["qkv"]]
-        return Launch(kernel, arguments, (groups * tiles, kv_heads, splits), tuple(reads),
-                      (o["out"], partial, counters), (call.node_id,), call.label)
+        if rope is None:
+            arguments["q_ptr"] = o["q"]
+            reads.append(o["q"])
+            return Launch(kernel, arguments, (groups * tiles, kv_heads, splits), tuple(reads), tuple(writes),
+                          (call.node_id,), call.label)
+        made = rope.operands
+        arguments |= {"qkv_ptr": made["qkv"], "table_ptr": made["rope_table"]}
+        if "q_weight" in made:
+            arguments |= {"q_weight_ptr": made["q_weight"], "k_weight_ptr": made["k_weight"]}
+        reads += [t for n, t in made.items() if n in ("qkv", "rope_table", "q_weight", "k_weight")]
+        return Launch(kernel, arguments, (groups * tiles, kv_heads, splits), tuple(reads), (*writes, kv),
+                      (rope.node_id, call.node_id), call.label)
 
 
 def _columns(x: Tensor, first: int) -> Tensor:
@@ -241,12 +275,20 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
                            got=o["weight"].dtype.view_name, hint="publish the checkpoint in bfloat16")
     count, in_features = call.number("rows"), call.number("in_features")
     out_features = call.number("out_features") // (2 if epilogue == SILU else 1)
-    tile = linear_tile(out_features, in_features, count, fmt)
     x = norm.x if norm else o["x"]
     constants: dict[str, int | float | None] = {
-        "IN": in_features, "OUT": out_features, "R": tile.rows, "BN": tile.out, "BK": tile.depth,
-        "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue, "EPS": norm.eps if norm else 0.0,
-        "NORM_BK": min(1024, 1 << (in_features - 1).bit_length()), "STAGES": tile.stages}
+        "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue,
+        "EPS": norm.eps if norm else 0.0}
+    latency_bound = count <= MAX_STEP_ROWS and (norm is not None or epilogue == SILU)
+    whole = whole_tile(out_features, in_features, fmt) if latency_bound else None
+    if whole is not None:
+        tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, whole.out, whole.slices, 1
+        constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width}
+    else:
+        tile = linear_tile(out_features, in_features, count, fmt)
+        tile_rows, tile_out, num_warps, stages = tile.rows, tile.out, tile.num_warps, tile.stages
+        constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages,
+                      "NORM_BK": min(1024, 1 << (in_features - 1).bit_length())}
     optional: dict[str, Tensor | None] = {
         "scale_ptr": o.get("block_scale"), "global_ptr": o.get("global_scale"),
         "norm_ptr": norm.weight if norm else None, "residual_ptr": residual,
@@ -259,8 +301,8 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
             arguments[name] = tensor
     target = residual if residual is not None else out
     reads = tuple(t for t in arguments.values() if isinstance(t, Tensor) and t is not out)
-    grid = (-(-out_features // tile.out), -(-count // tile.rows), 1)
-    kernel = Kernel(linear_rows, ops, constants, num_warps=tile.num_warps, num_stages=tile.stages)
+    grid = (-(-out_features // tile_out), -(-count // tile_rows), 1)
+    kernel = Kernel(linear_whole if whole else linear_rows, ops, constants, num_warps=num_warps, num_stages=stages)
     return Launch(kernel, arguments, grid, reads, (target,), nodes, call.label)
 
 

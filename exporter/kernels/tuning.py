@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dflash_core.formats import Format
+from dflash_core.formats import FORMATS, Format
+
+# Matrices of at least this many weights are streamed through shared memory in a loop.
+STREAMED_ELEMENTS = 1 << 23
+WHOLE_OUT_ROWS = 16
+MIN_SLICE, MAX_SLICE = 128, 512  # columns per warp
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,44 @@ def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format) -> 
     depth = next(d for d in (largest, largest // 2, largest // 4, 32) if in_features % d == 0)
     if tile_rows == 64:
         return LinearTile(64, 64, min(depth, 64), 4, 4)
-    if out_features * in_features >= 1 << 24:
+    if out_features * in_features >= STREAMED_ELEMENTS:
         return LinearTile(tile_rows, 64, depth, 4, 4)
-    return LinearTile(tile_rows, 16, min(depth, 64), 1, 6)
+    if in_features % 128 == 0:
+        return LinearTile(8, 16, 128, 1, 5)
+    return LinearTile(8, 16, min(depth, 64), 2, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTile:
+    """How dflash.linear is cut where a block takes the whole reduction at once.
+
+    Attributes:
+        out: weight rows per block.
+        slices: parts of the reduction, one per warp.
+        width: columns of a part, padded to a power of two.
+    """
+
+    out: int
+    slices: int
+    width: int
+
+
+def whole_tile(out_features: int, in_features: int, fmt: Format) -> WholeTile | None:
+    """The tile for a short reduction; None where one block cannot hold it or the matrix is large enough to stream."""
+    block = FORMATS[fmt].block
+    if out_features * in_features >= STREAMED_ELEMENTS or out_features % WHOLE_OUT_ROWS:
+        return None
+    for slices in (8, 4, 2, 1):
+        part = in_features // slices
+        width = 1 << (part - 1).bit_length()
+        if in_features % slices == 0 and part % block == 0 and part >= MIN_SLICE and width <= MAX_SLICE:
+            return WholeTile(WHOLE_OUT_ROWS, slices, width)
+    return None
 
 
 # Keys that one attention block handles: a split of the context, at absolute positions.
 SPLIT_TOKENS = 512
 STEP_QUERY_ROWS = 8
+# Rows of the largest step graph, eight sequences of a block of sixteen; more rows are a prefill.
+MAX_STEP_ROWS = 128
 PREFILL_QUERY_ROWS = 32
