@@ -418,7 +418,7 @@ def test_rejects_signed_bytes_that_are_no_graph_set(toy: ToyCore) -> None:
 
     error = error_of(lambda: verify(toy.path, policy()))
 
-    assert (error.code, error.where) == ("MANIFEST_MALFORMED", f"byte 0 of {name}")
+    assert (error.code, error.where) == ("MANIFEST_MALFORMED", f"byte 1 of {name}")
 
 
 def test_rejects_signed_graph_that_breaks_a_rule(toy: ToyCore) -> None:
