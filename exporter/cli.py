@@ -85,6 +85,13 @@ def export(
         Path | None, typer.Option("--trust", metavar="TRUST", help="Whose signatures --reuse-weights accepts; "
                                                                    "without it ~/.config/dflash/trust.json.")
     ] = None,
+    canary: Annotated[
+        bool, typer.Option("--canary/--no-canary", help="Record what the core generates and accepts, signed with it.")
+    ] = True,
+    canary_reference: Annotated[
+        Path | None,
+        typer.Option("--canary-reference", metavar="FILE", help="An earlier canary that the core must reproduce."),
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan and write nothing.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="With --plan: every tensor.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the core if it exists.")] = False,
@@ -93,6 +100,9 @@ def export(
     """Turn a model and its draft into a signed core."""
     with run_command(json_output):
         capability = _capability(device)
+        if canary_reference is not None and not canary:
+            raise UsageError("CANARY", "--canary-reference goes with recording a canary", where="--canary-reference",
+                             hint="leave out --no-canary")
         if not plan and (out is None or key is None):
             missing = "--out" if out is None else "--key"
             raise UsageError("OPTION_MISSING", f"{missing} is needed to write a core", where=missing,
@@ -109,6 +119,7 @@ def export(
             settings=PrecisionSettings(online_mxfp8_scope=scope, draft_body=draft_body, draft_head=draft_head,
                                        depth=depth),
             batches=tuple(sorted(set(batch or [1]))), max_context=max_context, force=force, capability=capability,
+            canary=canary, canary_reference=canary_reference,
             act=DType.F32 if compute_dtype is ComputeDType.FLOAT32 else DType.BF16)
         progress = ByteProgress(json_output)
         if plan:

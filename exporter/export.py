@@ -11,6 +11,7 @@ from dflash_core.errors import PlanError
 from dflash_core.formats import FORMATS, Format
 from dflash_core.v1 import manifest_pb2
 
+from exporter.canary import add_canary
 from exporter.capture.target import GpuTarget
 from exporter.checkpoint import Checkpoint, hash_files, identity_nbytes, open_checkpoint
 from exporter.convert.journal import conversion_digest, is_resumable
@@ -57,6 +58,8 @@ class ExportRequest:
         max_context: most tokens of a sequence; None: the target's own, at most DEFAULT_CONTEXT.
         act: type of activations and K/V cache.
         capability: adds a GPU target: 90 for sm_90; None: a core for CPUs alone.
+        canary: record the acceptance canary, by running the core on this CPU.
+        canary_reference: an earlier canary that the core must reproduce before its own is recorded.
     """
 
     target: Path
@@ -71,6 +74,8 @@ class ExportRequest:
     act: DType = DType.BF16
     capability: int | None = None
     force: bool = False
+    canary: bool = False
+    canary_reference: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,8 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
         weights = _convert(models, layout, staging, watch)
         identity = _identity(models, plan, request, shape, watch)
         unsigned = write_core(staging, identity, weights, recorded, shape, gpu)
+        if request.canary:
+            unsigned = add_canary(unsigned, watch, request.canary_reference)
         signature = _sign(unsigned, key, watch)
         digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
     return SignedCore(request.out, request.out / "signatures" / signature.name, unsigned.manifest, digest)
