@@ -175,6 +175,7 @@ def test_bad_change_fails_with_an_annotation(
     assert done.returncode == status, done.stdout + done.stderr
     assert len(annotations) == 1
     assert annotations[0].startswith(f"::error file={file},line={number},title={code}::")
+    assert "%0A" in annotations[0]  # a further line of the message: where, or what to do
     assert f"{file}:{number}: {code} " in done.stdout
 
 
