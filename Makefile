@@ -12,7 +12,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-verify fuzz bench-convert clean
+.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -40,6 +40,12 @@ proto: $(READY)  ## generate proto/dflash_core/v1/*_pb2.py(i) from the schema
 
 goldens: $(READY)  ## add what is missing in tests/golden: a small signed core of this release
 	$(BIN)/python scripts/update_goldens.py
+
+test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
+	$(BIN)/pytest -m gpu $(ARGS)
+
+bench-gpu: $(READY) $(DEMO)/target $(DEMO)/key.pem  ## the demo pair on an NVIDIA GPU, beside z-lab's loop, as JSON on stdout
+	@$(BIN)/python scripts/bench_gpu.py
 
 bench-cpu: $(READY)  ## speed and memory of the demo pair on this CPU, as JSON on stdout
 	@$(BIN)/python scripts/bench_cpu.py
