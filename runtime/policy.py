@@ -10,6 +10,7 @@ only: the trust file says whether a core is authentic, a policy whether it is wh
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .bundle import StrictJsonError, is_sha256, parse_strict_json
 from .verify import VerifiedCore
 
 FORMAT = "dflash-policy/1"
+CANARY_FORMAT = "dflash-canary/1"
+"""What `runtime.canary` writes and replays; that module needs numpy, a policy does not."""
 MAX_POLICY_BYTES = 1 << 20
 PRECISIONS: Final = ("nvfp4", "mxfp8", "checkpoint")
 """From the coarsest to the finest."""
@@ -123,9 +126,22 @@ def check_policy(core: VerifiedCore, policy: Policy) -> tuple[Finding, ...]:
         text = scope if isinstance(scope, str) else "none"
         found.append(Finding("online_scope", policy.online_scope, text, text == policy.online_scope))
     if policy.canary is not None:
-        present = any(entry.role == "golden" for entry in manifest.files)
+        present = _has_canary(core)
         found.append(Finding("canary", _presence(policy.canary), _presence(present), present or not policy.canary))
     return tuple(found)
+
+
+def _has_canary(core: VerifiedCore) -> bool:
+    """Whether a golden file is a canary; a recording of inputs and outputs is none."""
+    for entry in core.manifest.files:
+        if entry.role == "golden" and entry.path.endswith(".json"):
+            try:
+                document = json.loads(core.small_file(entry.ref))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(document, dict) and document.get("format") == CANARY_FORMAT:
+                return True
+    return False
 
 
 def _member(rule: str, what: str, value: str, known: tuple[str, ...]) -> Finding:

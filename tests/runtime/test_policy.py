@@ -12,6 +12,8 @@ import pytest
 from dflash_core.errors import PolicyError
 from dflash_core.v1.manifest_pb2 import RebuildManifest
 
+from runtime.canary import FORMAT as CANARY_FORMAT
+from runtime.policy import CANARY_FORMAT as POLICY_CANARY_FORMAT
 from runtime.policy import Finding, Policy, check_policy, parse_policy, read_policy
 from runtime.trust import TrustPolicy
 from runtime.verify import VerifiedCore, verify
@@ -19,6 +21,7 @@ from tests.edit_core import add_file
 from tests.runtime.test_kernel_image import cubin
 from tests.toy_core import ToyCore, make_toy_core, toy_key, trust_document
 
+CANARY = b'{"format": "dflash-canary/1"}'
 SOURCE = hashlib.sha256(b"kernel source").hexdigest()
 
 
@@ -83,8 +86,13 @@ ROWS: list[tuple[str, Edit, Policy, list[tuple[str, str, bool]]]] = [
     ("the scope", scope("kda-input"), Policy(online_scope="kda-input"), [("online_scope", "kda-input", True)]),
     ("another scope", scope("all"), Policy(online_scope="kda-input"), [("online_scope", "all", False)]),
     ("no online conversion", lambda t, m: None, Policy(online_scope="none"), [("online_scope", "none", True)]),
-    ("a canary", lambda t, m: add_file(t, m, "golden", "golden/c.pb", b"x"), Policy(canary=True),
+    ("a canary", lambda t, m: add_file(t, m, "golden", "golden/c.json", CANARY), Policy(canary=True),
      [("canary", "present", True)]),
+    ("a recording in place of a canary", lambda t, m: add_file(t, m, "golden", "golden/c.pb", CANARY),
+     Policy(canary=True), [("canary", "absent", False)]),
+    *((f"a golden file of {data[:16]!r}", lambda t, m, data=data: add_file(t, m, "golden", "golden/c.json", data),
+       Policy(canary=True), [("canary", "absent", False)])
+      for data in (b"", b"[]", b'{"format": "dflash-canary/9"}', b"[" * 100_000, b"\xff")),
     ("no canary", lambda t, m: None, Policy(canary=True), [("canary", "absent", False)]),
     ("a canary that is not needed", lambda t, m: None, Policy(canary=False), [("canary", "absent", True)]),
 ]
@@ -96,6 +104,10 @@ def test_rule_finds(toy: ToyCore, edit: Edit, policy: Policy, expected: list[tup
         found = check_policy(core, policy)
 
     assert [(finding.rule, finding.found, finding.met) for finding in found] == expected
+
+
+def test_canary_is_what_the_canary_module_writes() -> None:
+    assert POLICY_CANARY_FORMAT == CANARY_FORMAT
 
 
 def test_finding_says_what_is_expected(toy: ToyCore) -> None:
