@@ -20,7 +20,7 @@ from dflash_core.errors import FormatError, QualityError, VerificationError
 from runtime.core import Core
 from runtime.engine import Engine, Request, StepKind
 from runtime.trust import TrustPolicy
-from runtime.verify import verify
+from runtime.verify import VerifiedCore, verify
 
 FORMAT = "dflash-canary/1"
 TOP_LOGPROBS = 8
@@ -132,12 +132,17 @@ def read_canaries(path: Path, trust: TrustPolicy, core_digest: str) -> tuple[Can
         PolicyError, VerificationError, FormatError: as `verify`; CORE_CHANGED, the core is no longer the one that was
             loaded; CANARY, a canary is malformed.
     """
-    with verify(path, trust) as core:
-        if core.core_digest != core_digest:
+    with verify(path, trust) as verified:
+        if verified.core_digest != core_digest:
             raise VerificationError("CORE_CHANGED", "the core was replaced while it was loaded", where=str(path),
-                                    expected=core_digest, got=core.core_digest, hint="start again")
-        entries = [e for e in core.manifest.files if e.role == "golden" and e.path.endswith(".json")]
-        return tuple(parse(core.small_file(entry.ref), entry.path) for entry in entries)
+                                    expected=core_digest, got=verified.core_digest, hint="start again")
+        return carried_canaries(verified)
+
+
+def carried_canaries(verified: VerifiedCore) -> tuple[Canary, ...]:
+    """The canaries among a core's golden files. Raises VerificationError, or FormatError: CANARY."""
+    entries = [e for e in verified.manifest.files if e.role == "golden" and e.path.endswith(".json")]
+    return tuple(parse(verified.small_file(entry.ref), entry.path) for entry in entries)
 
 
 def parse(data: bytes, where: str) -> Canary:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from dflash_core.errors import DflashError, ExitCode
 
+from .cli_serve import register as register_serving
 from .console import ByteProgress, human_bytes, print_json, printable, report_error, run_command
 
 app = typer.Typer(
@@ -351,3 +352,6 @@ def _show_text(piece: str) -> None:
 
 def _ignore_text(piece: str) -> None:
     """What generated text meets when only the final document is wanted."""
+
+
+register_serving(app)
