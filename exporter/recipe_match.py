@@ -25,7 +25,7 @@ MAX_NUMBERED = 100_000  # layers, experts: more is a damaged config
 MAX_LISTED = 12
 
 _SLOT = re.compile(r"\{[a-z]+\}")
-_WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
+_DIGITS = b"0123456789"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class _Families:
     """
 
     members: tuple[_Family, ...]
-    by_skeleton: Mapping[str, Sequence[tuple[re.Pattern[str], _Family]]]
+    by_skeleton: Mapping[bytes, Sequence[tuple[re.Pattern[str], _Family]]]
 
     @classmethod
     def of(cls, recipe: Recipe, config: Mapping[str, Any]) -> _Families:
@@ -183,18 +183,17 @@ class _Families:
         layers = layers_by_type(recipe, config, symbols)
         numbers = {layer_type: _texts(layers[layer_type]) for layer_type in layers}
         members = tuple(_family(row, symbols, numbers) for row in recipe.rows)
-        by_skeleton: dict[str, list[tuple[re.Pattern[str], _Family]]] = {}
+        by_skeleton: dict[bytes, list[tuple[re.Pattern[str], _Family]]] = {}
         for family in members:
             for pattern in (family.row.pattern, *family.row.other_names):
                 bare = recipe.bare(pattern)
-                skeleton = _SLOT.sub("", bare).translate(_WITHOUT_DIGITS)
-                by_skeleton.setdefault(skeleton, []).append((_expression(bare), family))
+                by_skeleton.setdefault(_skeleton(_SLOT.sub("", bare)), []).append((_expression(bare), family))
         return cls(members, by_skeleton)
 
     def fitting(self, bare: str) -> list[tuple[_Family, tuple[int, ...]]]:
         """The families that a name without prefix belongs to, with the numbers it puts in their placeholders."""
         found = []
-        for expression, family in self.by_skeleton.get(bare.translate(_WITHOUT_DIGITS), ()):
+        for expression, family in self.by_skeleton.get(_skeleton(bare), ()):
             match = expression.fullmatch(bare)
             if match is not None and (numbers := family.fit(match.groups())) is not None:
                 found.append((family, numbers))
@@ -214,6 +213,11 @@ def _family(row: Row, symbols: Mapping[str, int], numbers: Mapping[str, Mapping[
 
 def _texts(numbers: Iterable[int]) -> dict[str, int]:
     return {str(number): number for number in sorted(numbers)}
+
+
+def _skeleton(name: str) -> bytes:
+    """A name without its digits."""
+    return name.encode(errors="surrogatepass").translate(None, _DIGITS)
 
 
 def _expression(pattern: str) -> re.Pattern[str]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
+from math import prod
 
 from dflash_core.errors import ConvertError
 from dflash_core.formats import FORMATS, Format, divides, packed
@@ -21,6 +23,13 @@ ALIGNMENT = 256
 BLOCK_SCALE_SUFFIX = ".block_scale"
 GLOBAL_SCALE_SUFFIX = ".global_scale"
 FIRST_BLOB_ID = 1  # so that an id which was never set names no blob
+
+
+class Raw(Enum):
+    """Element types of bytes that are kept as a checkpoint ships them. The value is `TensorView.dtype`."""
+
+    U8 = "u8"
+    F8_E4M3 = "f8e4m3"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +43,7 @@ class WeightSpec:
         checkpoint: key of the opened checkpoint that its sources are read from.
         sources: checkpoint tensors, concatenated along the first axis in this order.
         recipe: how it is made from its sources, with a version: `copy/1`, `concat-rows/1`.
-        format: plain formats keep the source's own element type, which must be this one.
+        format: plain and raw formats keep the source's own element type, which must be this one.
         shape: logical shape, outermost axis first.
         data: the weight itself, for one that no checkpoint holds; `sources` is then empty.
     """
@@ -45,7 +54,7 @@ class WeightSpec:
     checkpoint: str
     sources: tuple[str, ...]
     recipe: str
-    format: Format
+    format: Format | Raw
     shape: tuple[int, ...]
     data: Tensor | None = None
 
@@ -146,6 +155,8 @@ def align(offset: int) -> int:
 
 def _check(spec: WeightSpec) -> None:
     assert (spec.data is None) == bool(spec.sources), spec.name
+    if isinstance(spec.format, Raw):
+        return
     if spec.format is Format.F16:
         raise ConvertError(
             "FORMAT_F16", "cores hold no F16 weights", where=spec.name, expected="BF16, F32, MXFP8 or NVFP4",
@@ -179,6 +190,9 @@ def _lay_out(key: str, blob_id: int, specs: list[WeightSpec]) -> BlobLayout:
 
 
 def _parts(spec: WeightSpec) -> Iterable[tuple[str, int, str, tuple[int, ...], str, str]]:
+    if isinstance(spec.format, Raw):
+        yield spec.name, prod(spec.shape), spec.format.value, spec.shape, "", ""
+        return
     row = FORMATS[spec.format]
     size = packed(spec.format, spec.shape)
     scale_view = spec.name + BLOCK_SCALE_SUFFIX if row.scale_bits else ""

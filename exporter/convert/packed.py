@@ -9,21 +9,26 @@ recognised by names, dtypes and shapes that fit each other, never guessed from a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from dflash_core.errors import CheckpointError
+from dflash_core.formats import Format
 
 from exporter.safetensors_header import TensorEntry
+from exporter.weights import Raw, WeightSpec
 
 WEIGHT = ".weight"
-# Suffixes of the tensors that accompany a weight's codes, in the order in which they are stored.
-_COMPANIONS = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
-               ".input_global_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx", ".qzeros", ".scales",
-               ".g_idx")
-_CODES = (".weight_packed", ".qweight", WEIGHT)
-_PLAIN = ("BF16", "F16", "F32")
+# The last parts of the names of a quantized weight's tensors, in the order in which they are stored: codes, the rest.
+_CODES = ("weight_packed", "qweight", "weight")
+_COMPANIONS = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale",
+               "input_global_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
+_MEMBERS = frozenset((*_CODES, *_COMPANIONS))
+_SIGNS = frozenset(("weight_packed", "qweight", "weight_scale", "weight_scale_inv"))  # of a quantized weight
+_UNPACKED = frozenset(("BF16", "F16", "F32", "F64"))
+_PLAIN = ("BF16", "F32")
+_STORED = {"U8": Raw.U8, "F8_E4M3": Raw.F8_E4M3, "F32": Format.F32, "BF16": Format.BF16}
 _READ = "MXFP4 (u8 codes, u8 scales of 32), NVFP4 (u8 codes, F8_E4M3 scales of 16, F32 scale) or FP8 (F8_E4M3, " \
     "scales of 128 x 128)"
 FP8_BLOCK = 128
@@ -38,7 +43,7 @@ class PackedFormat(Enum):
 
     @property
     def view_format(self) -> str:
-        """What `TensorView.format` says of the codes."""
+        """The format in the manner of `TensorView.format`: elements, scales, block."""
         return _VIEW_FORMATS[self]
 
 
@@ -86,18 +91,24 @@ def group_packed(
     Raises:
         CheckpointError: PACKED_UNKNOWN when codes and companions are not of a format that is read.
     """
-    stems = dict.fromkeys(stem for name in tensors if (stem := _stem(name, tensors[name])) is not None)
-    if not stems:
+    if {entry.dtype for entry in tensors.values()} <= _UNPACKED:
         return tensors, {}
     packed: dict[str, PackedWeight] = {}
     taken: dict[str, str] = {}
-    for stem in stems:
-        codes, companions = _members(stem, tensors)
-        if codes is None:
-            continue  # companions of nothing: matching names them
-        weight = _recognised(stem, codes, companions)
-        packed[weight.name] = weight
-        taken |= {part.name: weight.name for part in weight.parts}
+    readings: dict[_Signature, _Reading | None] = {}
+    for stem, members in _groups(tensors).items():
+        codes = next((members[last] for last in _CODES if last in members), None)
+        if codes is None or not (_SIGNS & members.keys() or codes.dtype == "F8_E4M3"):
+            continue  # a plain weight; or companions of nothing, which matching names
+        signature = tuple((last, entry.dtype, entry.shape) for last, entry in members.items())
+        if signature not in readings:
+            readings[signature] = _recognised(members)
+        reading = readings[signature]
+        if reading is None:
+            raise _unknown(stem, codes, members)
+        name = stem + WEIGHT
+        packed[name] = PackedWeight(name, reading.kind, reading.shape, tuple(members[last] for last in reading.order))
+        taken |= {part.name: name for part in packed[name].parts}
     logical: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         whole = taken.get(name)
@@ -108,53 +119,68 @@ def group_packed(
     return logical, packed
 
 
-def _stem(name: str, entry: TensorEntry) -> str | None:
-    """The name without its suffix, for a tensor that can only belong to a quantized weight."""
-    if name.endswith(WEIGHT):
-        return name[: -len(WEIGHT)] if entry.dtype == "F8_E4M3" else None
-    for suffix in (".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv"):
-        if name.endswith(suffix):
-            return name[: -len(suffix)]
+def kept_specs(weight: PackedWeight, name: str, blob: str, owner: str, checkpoint: str) -> list[WeightSpec]:
+    """What a core stores of a quantized weight: every part byte for byte, as a plain view.
+
+    Args:
+        name: of the stored weight; a part adds its own suffix, as in `name.weight_scale`.
+        blob, owner, checkpoint: as in `WeightSpec`.
+    Returns:
+        The codes first; `recipe` names the format, since no view of a core is in it.
+    """
+    stem = weight.name.removesuffix(WEIGHT)
+    return [WeightSpec(name + part.name.removeprefix(stem), blob, owner, checkpoint, (part.name,),
+                       f"keep/1+{weight.kind.view_format}", _STORED[part.dtype], part.shape) for part in weight.parts]
+
+
+_Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What some tensors are together; `order` gives the last parts of their names as they are stored."""
+
+    kind: PackedFormat
+    shape: tuple[int, ...]
+    order: tuple[str, ...]
+
+
+def _groups(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
+    """Tensors that may belong together: by the name without its last part, then by that part."""
+    groups: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if last in _MEMBERS:
+            groups.setdefault(stem, {})[last] = entry
+    return groups
+
+
+def _recognised(members: Mapping[str, TensorEntry]) -> _Reading | None:
+    """The one format whose dtypes and shapes these tensors have, with nothing missing or left over."""
+    codes = next(last for last in _CODES if last in members)
+    for kind, shape, scales in _readings(members[codes], members):
+        if set(members) == {codes, *scales}:
+            return _Reading(kind, shape, (codes, *scales))
     return None
 
 
-def _members(stem: str, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry | None, list[TensorEntry]]:
-    codes = next((tensors[stem + suffix] for suffix in _CODES if stem + suffix in tensors), None)
-    companions = [tensors[stem + suffix] for suffix in _COMPANIONS if stem + suffix in tensors]
-    return codes, companions
-
-
-def _recognised(stem: str, codes: TensorEntry, companions: Sequence[TensorEntry]) -> PackedWeight:
-    by_suffix = {entry.name[len(stem):]: entry for entry in companions}
-    for kind, shape, scales in _readings(codes, by_suffix):
-        if set(by_suffix) == set(scales):
-            return PackedWeight(stem + WEIGHT, kind, shape, (codes, *(by_suffix[suffix] for suffix in scales)))
-    got = ", ".join(f"{entry.name[len(stem):]} {entry.dtype} {list(entry.shape)}" for entry in (codes, *companions))
-    raise CheckpointError(
-        "PACKED_UNKNOWN", "weight is quantized in a format that is not read", where=f"{stem} in {codes.shard}",
-        expected=_READ, got=got, hint="take the checkpoint in BF16, or in one of these formats",
-    )
-
-
 def _readings(
-    codes: TensorEntry, companions: Mapping[str, TensorEntry]
+    codes: TensorEntry, members: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[PackedFormat, tuple[int, ...], tuple[str, ...]]]:
-    """Every format whose dtypes and shapes fit, with the logical shape and the suffixes that it takes."""
-    if len(codes.shape) != 2:
+    """Every format that codes and block scales fit, with the logical shape and the scales that it takes."""
+    name = next((last for last in ("weight_scale", "weight_scale_inv") if last in members), None)
+    if len(codes.shape) != 2 or name is None:
         return
     rows, cols = codes.shape
-    scale = companions.get(".weight_scale") or companions.get(".weight_scale_inv")
-    if scale is None:
-        return
+    scale = members[name]
     found = (codes.dtype, scale.dtype, scale.shape)
-    name = ".weight_scale" if ".weight_scale" in companions else ".weight_scale_inv"
     if found == ("U8", "U8", (rows, cols // 16)) and cols % 16 == 0:
         yield PackedFormat.MXFP4, (rows, 2 * cols), (name,)
     if found == ("U8", "F8_E4M3", (rows, cols // 8)) and cols % 8 == 0:
-        for globals_ in ((".weight_scale_2",), (".weight_global_scale",)):
-            for inputs in ((), (".input_scale",), (".input_global_scale",)):
-                if all(_is_scalar(companions.get(suffix)) for suffix in (*globals_, *inputs)):
-                    yield PackedFormat.NVFP4, (rows, 2 * cols), (name, *globals_, *inputs)
+        for whole in ("weight_scale_2", "weight_global_scale"):
+            for inputs in ((), ("input_scale",), ("input_global_scale",)):
+                if all(_is_scalar(members.get(last)) for last in (whole, *inputs)):
+                    yield PackedFormat.NVFP4, (rows, 2 * cols), (name, whole, *inputs)
     blocks = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
     if codes.dtype == "F8_E4M3" and scale.dtype in _PLAIN and scale.shape == blocks:
         yield PackedFormat.FP8_BLOCK, (rows, cols), (name,)
@@ -162,3 +188,12 @@ def _readings(
 
 def _is_scalar(entry: TensorEntry | None) -> bool:
     return entry is not None and entry.dtype == "F32" and entry.shape in ((), (1,))
+
+
+def _unknown(stem: str, codes: TensorEntry, members: Mapping[str, TensorEntry]) -> CheckpointError:
+    ordered = sorted(members, key=lambda last: (_CODES + _COMPANIONS).index(last))
+    got = ", ".join(f".{last} {members[last].dtype} {list(members[last].shape)}" for last in ordered)
+    return CheckpointError(
+        "PACKED_UNKNOWN", "weight is quantized in a format that is not read", where=f"{stem} in {codes.shard}",
+        expected=_READ, got=got, hint="take the checkpoint in BF16, or in one of these formats",
+    )

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from exporter.checkpoint import Checkpoint, read_rows, read_tensor
 from exporter.convert.quantized import NON_FINITE
-from exporter.weights import WeightSpec
+from exporter.weights import Raw, WeightSpec
 
 READ_NBYTES = 8 << 20
 
-_TORCH_DTYPE = {Format.BF16: torch.bfloat16, Format.F32: torch.float32}
+_TORCH_DTYPE: dict[Format | Raw, torch.dtype] = {
+    Format.BF16: torch.bfloat16, Format.F32: torch.float32, Raw.U8: torch.uint8, Raw.F8_E4M3: torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)

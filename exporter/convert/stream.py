@@ -33,14 +33,14 @@ from exporter.convert.nvfp4 import BLOCK as NVFP4_BLOCK
 from exporter.convert.nvfp4 import global_scale_of, quantize_nvfp4
 from exporter.convert.pieces import Piece, pieces_of
 from exporter.convert.quantized import block_amax, check_matrix, row_chunks
-from exporter.weights import BlobLayout, PlacedView, PlacedWeight, WeightLayout, WeightSpec
+from exporter.weights import BlobLayout, PlacedView, PlacedWeight, Raw, WeightLayout, WeightSpec
 from runtime.error_report import WeightErrors
 
 WEIGHTS_FOLDER = "weights"
 THREADS = 2
 PIECES_AHEAD = 4
 
-_CODEC_VERSION = {Format.MXFP8: "mxfp8/1", Format.NVFP4: "nvfp4/1"}
+_CODEC_VERSION: dict[Format | Raw, str] = {Format.MXFP8: "mxfp8/1", Format.NVFP4: "nvfp4/1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class _BlobJob:
     def _note(self, weight: PlacedWeight, written: WrittenWeight) -> None:
         self.views += [_tensor_view(view, weight.spec, digest)
                        for view, digest in zip(weight.views, written.digests, strict=True)]
-        if written.errors is not None:
+        if written.errors is not None and isinstance(weight.spec.format, Format):
             self.errors.append(written.errors.summary(weight.spec.name, weight.spec.format))
 
     def _in_order(self, weights: tuple[PlacedWeight, ...]) -> Iterator[_Done]:
@@ -230,9 +230,9 @@ class _BlobJob:
         return WrittenWeight(digests, stats)
 
 
-def _convert_piece(piece: Piece, fmt: Format, amax: list[Future[Tensor]], index: int) -> _Done:
+def _convert_piece(piece: Piece, fmt: Format | Raw, amax: list[Future[Tensor]], index: int) -> _Done:
     """Read a piece and convert it, some rows at a time, so that they and their codes stay in the cache."""
-    if fmt not in _CODEC_VERSION:
+    if fmt not in _CODEC_VERSION or not isinstance(fmt, Format):
         return _Done(piece.read())
     global_scale = _global_scale(amax) if fmt is Format.NVFP4 else None
     values = piece.read()
