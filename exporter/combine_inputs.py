@@ -67,10 +67,9 @@ class Input:
 
     @property
     def digests(self) -> frozenset[bytes]:
-        """SHA-256 of its manifest, of its components' and of its parents'."""
+        """SHA-256 of its manifest and of its components'; a parent's components are among these."""
         own = bytes.fromhex(self.core.core_digest)
-        held = {part.component.manifest.digest for part in self.parts}
-        return frozenset({own, *held, *(ref.digest for ref in self.parents)})
+        return frozenset({own, *(part.component.manifest.digest for part in self.parts)})
 
 
 @contextmanager
