@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def rows_for_this_machine() -> set[str]:
     return {canonicalize_name(item.name) for item in found if item.marker is None or item.marker.evaluate()}
 
 
+@cache
 def distributions(module: str) -> set[str]:
     """The distributions that may provide a top-level module."""
     if module in NAMESPACES:
