@@ -11,7 +11,7 @@ import pytest
 from dflash_core.errors import QualityError
 
 import exporter.export as pipeline
-from exporter.canary import prompt_set
+from exporter.canary_run import prompt_set
 from exporter.export import ExportRequest
 from exporter.models import dflash2
 from runtime import LoadedCore, canary
