@@ -157,7 +157,10 @@ def test_progress_of_a_resumed_conversion_adds_up_to_the_layout(
     assert sum(steps) == layout().size_bytes
 
 
-DAMAGES = [("first-byte", 0, 0), ("scale-of-the-second", ROWS * COLS * 3 + 3, 1), ("gap-or-code", ROWS * COLS * 2, 1)]
+DAMAGES = [
+    ("first-byte", 0, 0), ("code-of-the-second", 262144, 1), ("scale-of-the-second", 262144 + 131072 + 3, 1),
+    ("zeros-after-the-third", 262144 + 131072 + 4096 + 65536 + 8192 + 4 + 10, 3),
+]
 
 
 @pytest.mark.parametrize(("offset", "first_again"), [row[1:] for row in DAMAGES], ids=[row[0] for row in DAMAGES])
@@ -196,6 +199,19 @@ def test_last_line_of_the_journal_may_be_cut_short(
 
     assert convert(model, tmp_path) == whole[0] and files(tmp_path) == whole[1]
     assert min(int(name[1:]) for name in read) == 4
+
+
+def test_journal_that_was_cut_short_is_good_for_a_second_kill(
+    model: Path, whole: tuple[ConvertedWeights, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_done(model, tmp_path, monkeypatch, 5)
+    journal = tmp_path / JOURNAL_NAME
+    journal.write_bytes(journal.read_bytes()[:-9])
+    half_done(model, tmp_path, monkeypatch, 3)  # three more than the four that the journal still has
+    read = count_reads(monkeypatch)
+
+    assert convert(model, tmp_path) == whole[0] and files(tmp_path) == whole[1]
+    assert min(int(name[1:]) for name in read) == 7
 
 
 def test_another_conversion_takes_nothing_over(
