@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from exporter.export import ExportRequest, export
 from exporter.plan import PrecisionSettings
 from exporter.reuse import Miss, ReuseReport, export_reusing
 from runtime.sign import sign_core
+from runtime.verify import VerifiedCore
 from tests.integration.cores import Signer
 from tests.tiny_pair import write_pair
 
@@ -238,6 +239,23 @@ def test_bytes_that_are_not_those_listed_are_refused(
 
     assert caught.value.code == "DIGEST_MISMATCH"
     assert [p.name for p in tmp_path.iterdir()] == ["cached"]
+
+
+def test_a_weight_may_lie_across_the_pieces_that_are_read(
+    cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = VerifiedCore.pieces
+
+    def in_small_pieces(core: VerifiedCore, name: str) -> Iterator[memoryview]:
+        for piece in whole(core, name):
+            for start in range(0, len(piece), 1000):
+                yield piece[start:start + 1000]
+    cached = cache.core(BODY)
+    monkeypatch.setattr(VerifiedCore, "pieces", in_small_pieces)
+
+    cache.reuse(cached, cache.request(tmp_path / "out", BODY_HEAD))
+
+    assert files(tmp_path / "out") == files(cache.core(BODY_HEAD))
 
 
 def test_refuses_an_unsigned_core(cache: Cache, tmp_path: Path) -> None:

@@ -160,8 +160,10 @@ def test_names_the_first_difference_of_a_graph(
     make_toy_core(tmp_path / "a")
     edit_graphs(make_toy_core(tmp_path / "b"), edit)
 
-    (graph,) = diff_cores(tmp_path / "a", tmp_path / "b", None).graphs
+    report = diff_cores(tmp_path / "a", tmp_path / "b", None)
 
+    (graph,) = report.graphs
+    assert {part for part in Part if report.differs(part)} == {Part.GRAPHS}
     assert (graph.target, graph.name, graph.change.value) == ("cpu", "decode_1", "changed")
     assert (graph.where, graph.left, graph.right) == (where, left, right)
 
