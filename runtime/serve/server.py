@@ -9,9 +9,12 @@ is warm. A core that is refused ends the process with the error that refused it.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
@@ -85,7 +88,8 @@ def serve(path: Path, trust: TrustPolicy, settings: ServeSettings, *, nbytes: in
     on_listen(url)
     worker.start()
     try:
-        server.run(sockets=[listener])
+        with _drained_by_sigterm():
+            server.run(sockets=[listener])
     finally:
         worker.stop()
         if recorder is not None:
@@ -93,6 +97,19 @@ def serve(path: Path, trust: TrustPolicy, settings: ServeSettings, *, nbytes: in
         listener.close()
     if worker.failure is not None:
         raise worker.failure
+
+
+@contextmanager
+def _drained_by_sigterm() -> Iterator[None]:
+    """The server takes SIGTERM itself and sends it on once it has drained; by then it has been obeyed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Server(uvicorn.Server):
