@@ -74,7 +74,7 @@ def test_files_are_named_by_their_digest_and_lie_where_their_role_says(core):
     for entry in core.manifest.files:
         folder, suffix = places[entry.role]
         assert entry.path == f"{folder}/{entry.ref.digest.hex()}{suffix}"
-    assert sorted(f.role for f in core.manifest.files) == ["config"] * 6 + ["graph"] + ["weights"] * 3
+    assert sorted(f.role for f in core.manifest.files) == ["config"] * 7 + ["graph"] + ["weights"] * 3
 
 
 def test_manifest_obeys_every_structure_rule(core):
