@@ -5,6 +5,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 DEMO := build/demo
 SECONDS ?= 60
+REQUESTS ?= 2000
+CLIENTS ?= 64
 PROMPT ?= Write three short tips for someone who starts to learn the piano.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps
 TORCH = $(shell grep '^torch==' requirements.lock)
@@ -12,7 +14,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert clean
+.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert test-page soak clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -52,6 +54,12 @@ bench-cpu: $(READY)  ## speed and memory of the demo pair on this CPU, as JSON o
 
 bench-verify: $(READY)  ## speed of verifying a 2 GiB core, of structure checks and of a signature, as JSON on stdout
 	@$(BIN)/python scripts/bench_verify.py
+
+test-page: $(READY)  ## the debug server's page in headless Chromium, which must be installed; pictures in build/page
+	$(BIN)/pytest tests/browser/check_page.py $(ARGS)
+
+soak: $(READY) $(DEMO)/core  ## 64 clients, 2,000 requests against the demo pair: wrong outputs, leaks, drain (REQUESTS=2000 CLIENTS=64)
+	$(BIN)/python scripts/soak.py --requests $(REQUESTS) --clients $(CLIENTS)
 
 fuzz: $(READY)  ## coverage-guided fuzzing of every reader of untrusted bytes (SECONDS=60 for each)
 	$(BIN)/python scripts/fuzz.py --seconds $(SECONDS)
