@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from dflash_core.errors import PlanError
 from dflash_core.formats import FORMATS, Format
@@ -107,12 +108,22 @@ class SignedCore:
     digest: str
 
 
-def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = None) -> SignedCore:
+class Convert(Protocol):
+    """How an export gets its converted weights."""
+
+    def __call__(self, models: OpenedModels, identity: CoreIdentity, layout: WeightLayout, staging: Path,
+                 watch: Progress) -> ConvertedWeights:
+        """Write every weight of the layout into `staging`."""
+
+
+def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = None,
+           convert: Convert | None = None) -> SignedCore:
     """Write a signed core.
 
     Args:
         key: the signer's private key.
         progress: watches the stages; None: nobody does.
+        convert: None: convert every weight from the checkpoints.
     Raises:
         CheckpointError, RecipeError, PlanError, ConvertError: the inputs cannot be exported as asked.
         ResourceError, UsageError: the output cannot be written, or exists.
@@ -125,10 +136,11 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     layout = layout_weights(weight_specs(models, plan, shape))
     recorded = record(models, plan, layout, shape, request)
     gpu = _compile(recorded, request.capability, watch)
-    conversion = conversion_digest(layout, _checkpoints(models))
+    identity = _identity(models, plan, request, shape, watch)
+    conversion = conversion_digest(layout, checkpoints(models))
     with staged(request.out, force=request.force, resumable=lambda left: is_resumable(left, conversion)) as staging:
-        weights = _convert(models, layout, staging, watch)
-        identity = _identity(models, plan, request, shape, watch)
+        weights = (convert or _convert)(models, identity, layout, staging, watch)
+        write_error_report(staging, weights)
         unsigned = write_core(staging, identity, weights, recorded, shape, gpu)
         if request.canary:
             unsigned = add_canary(unsigned, watch, request.canary_reference)
@@ -255,23 +267,24 @@ def _compile(recorded: RecordedProgram, capability: int | None, watch: Progress)
     return gpu
 
 
-def _checkpoints(models: OpenedModels) -> dict[str, Checkpoint]:
+def checkpoints(models: OpenedModels) -> dict[str, Checkpoint]:
     """Both checkpoints by the key that weight specs use."""
     draft = {} if models.draft is None else {"draft": models.draft.checkpoint}
     return {"target": models.target, **draft}
 
 
-def _convert(models: OpenedModels, layout: WeightLayout, staging: Path, watch: Progress) -> ConvertedWeights:
-    checkpoints = _checkpoints(models)
+def _convert(models: OpenedModels, identity: CoreIdentity, layout: WeightLayout, staging: Path,
+             watch: Progress) -> ConvertedWeights:
+    """Convert every weight from the checkpoints."""
+    opened = checkpoints(models)
     with watch.stage("convert", layout.size_bytes) as on_bytes:
-        weights = convert_weights(layout, checkpoints, staging, on_bytes)
-        write_error_report(staging, weights)
+        weights = convert_weights(layout, opened, staging, on_bytes)
     counts: dict[Format, int] = {}
     for blob in layout.blobs:
         for placed in blob.weights:
             counts[placed.spec.format] = counts.get(placed.spec.format, 0) + 1
     listed = ", ".join(f"{fmt.value} {counts[fmt]}" for fmt in FORMATS if fmt in counts)
-    before = sum(e.nbytes for c in checkpoints.values() for e in c.tensors.values())
+    before = sum(e.nbytes for c in opened.values() for e in c.tensors.values())
     watch.done("convert", f"{sum(counts.values())} weights   {_size(before)} → {_size(layout.size_bytes)}   ({listed})")
     return weights
 

@@ -22,19 +22,17 @@ from typing import Any
 import torch
 from dflash_core.effective import NO_CONVERSION, Role, effective_precision, effective_scope, same_draft_body
 from dflash_core.errors import CompatibilityError
-from dflash_core.v1.manifest_pb2 import RebuildManifest, RebuildSpeculation
+from dflash_core.v1.manifest_pb2 import RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
-from exporter import export as pipeline
 from exporter.checkpoint import Checkpoint
 from exporter.combine_ids import field_text, first_field
 from exporter.convert import stream
 from exporter.convert.stream import ConvertedBlob, ConvertedWeights, convert_weights
-from exporter.export import ExportRequest, SignedCore
-from exporter.package import write_core
-from exporter.plan_rules import RecordedPrecision
-from exporter.progress import Progress, Silent
-from exporter.staging import check_output, staged, writing
+from exporter.export import ExportRequest, OpenedModels, SignedCore, checkpoints, export
+from exporter.package import CoreIdentity
+from exporter.progress import Progress
+from exporter.staging import writing
 from exporter.weights import BlobLayout, PlacedWeight, WeightLayout, layout_weights
 from runtime.console import human_bytes
 from runtime.corefiles import CHUNK_BYTES, mismatch
@@ -96,36 +94,30 @@ def export_reusing(request: ExportRequest, cached: Path, trust: TrustPolicy, key
         PolicyError, VerificationError, FormatError: the core is not what trusted keys have signed, or not sound.
         DflashError: as `export`.
     """
-    watch = progress or Silent()
-    check_output(request.out, force=request.force)
-    models = pipeline.open_models(request, watch)
-    plan = pipeline.plan_models(models, request.settings)
-    shape = pipeline.serving_shape(models, plan, request)
-    layout = layout_weights(pipeline.weight_specs(models, plan, shape))
-    recorded = pipeline.record(models, plan, layout, shape, request)
-    gpu = pipeline._compile(recorded, request.capability, watch)
+    reports: list[ReuseReport] = []
     with verify(cached, trust) as core:
-        check_formats(core.manifest, plan.recorded, str(cached))
-        identity = pipeline._identity(models, plan, request, shape, watch)
-        checkpoints, digests = {"target": models.target}, {"target": _digests(identity.target.files)}
-        if models.draft is not None and identity.draft is not None:
-            checkpoints["draft"], digests["draft"] = models.draft.checkpoint, _digests(identity.draft.files)
-        with staged(request.out, force=request.force) as staging:
+
+        def convert(models: OpenedModels, identity: CoreIdentity, layout: WeightLayout, staging: Path,
+                    watch: Progress) -> ConvertedWeights:
+            check_formats(core.manifest, identity, str(cached))
+            digests = {"target": _digests(identity.target.files)}
+            if identity.draft is not None:
+                digests["draft"] = _digests(identity.draft.files)
             with watch.stage("reuse", layout.size_bytes) as on_bytes:
-                weights, report = convert_reusing(layout, Sources(checkpoints, digests), staging, core, on_bytes)
+                sources = Sources(checkpoints(models), digests)
+                weights, report = convert_reusing(layout, sources, staging, core, on_bytes)
             watch.done("reuse", f"{len(report.hits)} weights taken, {len(report.misses)} converted   "
                                 f"{human_bytes(report.nbytes_saved)} of {human_bytes(report.nbytes_total)} saved")
             for miss in report.misses:
                 watch.notice(f"converted {miss.name}: {miss.field} {miss.cached} there, {miss.wanted} wanted")
-            stream.write_error_report(staging, weights)
-            unsigned = write_core(staging, identity, weights, recorded, shape, gpu)
-            signature = pipeline._sign(unsigned, key, watch)
-            digest = hashlib.sha256((staging / "manifest.pb").read_bytes()).hexdigest()
-    path = request.out / "signatures" / signature.name
-    return SignedCore(request.out, path, unsigned.manifest, digest), report
+            reports.append(report)
+            return weights
+
+        signed = export(request, key, progress, convert)
+    return signed, reports[0]
 
 
-def check_formats(cached: RebuildManifest, wanted: RecordedPrecision, where: str) -> None:
+def check_formats(cached: RebuildManifest, wanted: CoreIdentity, where: str) -> None:
     """Compare what a core's precision means with what a request will record.
 
     The target's format always counts. The draft body counts when both have a draft: a request without one reads no
@@ -134,10 +126,8 @@ def check_formats(cached: RebuildManifest, wanted: RecordedPrecision, where: str
     Raises:
         CompatibilityError: REUSE_TARGET_FORMAT, REUSE_DRAFT_BODY.
     """
-    request = RebuildManifest(
-        online_quantization=wanted.online_quantization, online_mxfp8_scope=wanted.online_mxfp8_scope,
-        speculation=RebuildSpeculation(method=wanted.method, draft_depth=wanted.depth,
-                                       draft_body_quantization=wanted.draft_body_quantization))
+    request = RebuildManifest(online_quantization=wanted.online_quantization,
+                              online_mxfp8_scope=wanted.online_mxfp8_scope, speculation=wanted.speculation)
     formats = [(m.online_quantization or "none", effective_scope(m)) for m in (cached, request)]
     if formats[0] != formats[1]:
         raise _refused("REUSE_TARGET_FORMAT", "the core's target is converted in another way", where,
@@ -203,7 +193,7 @@ def convert_reusing(layout: WeightLayout, sources: Sources, staging: Path, core:
         blobs = tuple(_finish(blob, files[blob.key], staging) for blob in layout.blobs)
     result = []
     for placed in _weights(layout):
-        result += [stream._tensor_view(view, placed.spec, views[view.name].sha256) for view in placed.views]
+        result += [stream.tensor_view(view, placed.spec, views[view.name].sha256) for view in placed.views]
     errors = {entry.name: entry for entry in (*errors_of(core), *converted.errors)}
     measured = tuple(errors[placed.spec.name] for placed in _weights(layout) if placed.spec.name in errors)
     return replace(converted, blobs=blobs, views=tuple(result), errors=measured), report
@@ -236,7 +226,7 @@ def _view_miss(placed: PlacedWeight, views: Mapping[str, TensorView]) -> Miss | 
         cached = views.get(view.name)
         if cached is None:
             return Miss(placed.spec.name, "name", "absent", view.name)
-        wanted = stream._tensor_view(view, placed.spec, b"")
+        wanted = stream.tensor_view(view, placed.spec, b"")
         differs = first_field(cached, wanted, ignore=_NOT_COMPARED, first=_TELLING)
         if differs is not None:
             return Miss(placed.spec.name, differs, field_text(cached, differs), field_text(wanted, differs))

@@ -185,7 +185,7 @@ class _BlobJob:
         return self._blob.weights[kept:]
 
     def _note(self, weight: PlacedWeight, written: WrittenWeight) -> None:
-        self.views += [_tensor_view(view, weight.spec, digest)
+        self.views += [tensor_view(view, weight.spec, digest)
                        for view, digest in zip(weight.views, written.digests, strict=True)]
         if written.errors is not None and isinstance(weight.spec.format, Format):
             self.errors.append(written.errors.summary(weight.spec.name, weight.spec.format))
@@ -265,7 +265,7 @@ def _global_scale(amax: list[Future[Tensor]]) -> Tensor:
     return global_scale_of(torch.stack(largest).max() if largest else torch.zeros(()))
 
 
-def _tensor_view(view: PlacedView, spec: WeightSpec, sha256: bytes) -> TensorView:
+def tensor_view(view: PlacedView, spec: WeightSpec, sha256: bytes) -> TensorView:
     codec = _CODEC_VERSION.get(spec.format)
     return TensorView(
         name=view.name, blob_id=view.blob_id, offset_bytes=view.offset_bytes, size_bytes=view.size_bytes,
