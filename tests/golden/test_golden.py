@@ -17,7 +17,9 @@ from typer.testing import CliRunner, Result
 
 from exporter.cli import combine_app
 from runtime import Engine, Request, load
+from runtime.canary import carried_canaries
 from runtime.cli import app
+from runtime.error_report import errors_of, worst_first
 from runtime.trust import TrustPolicy
 from runtime.verify import verify
 from scripts.update_goldens import FUTURE_FIELD, FUTURE_SPECULATION, GOLDENS
@@ -26,7 +28,7 @@ GOLDEN = Path(__file__).resolve().parent
 TRUST = TrustPolicy.parse((GOLDEN / "trust.json").read_bytes(), "tests/golden/trust.json")
 
 CORES = [
-    pytest.param("0.1.0", "52de4874ef37137f6b06534e23e1f485edf2a974e74ce4c4ad2262271e75908d",
+    pytest.param("0.1.0", "b2cbb2a6d5580a0807248b087e57784207d57dcd38cdb3f6a529a13f96ef4a77",
                  ["checkpoint", "mxfp8", "nvfp4", "checkpoint"], [None, "mxfp8", "nvfp4", None], id="0.1.0"),
     pytest.param("no-scope", "e503b4eaa9bf411514db004987fdd71e5ec22014ebcb9433f2e6cb5f6da8ab58",
                  ["mxfp8:all", "mxfp8", "checkpoint", "checkpoint"], ["mxfp8", None, None, None], id="no-scope"),
@@ -68,6 +70,18 @@ def test_a_golden_core_runs(name: str) -> None:
 
     assert len(plain.tokens) == 12
     assert drafted.tokens == plain.tokens
+
+
+def test_error_report_and_canary_of_0_1_0_are_read() -> None:
+    with verify(GOLDEN / "0.1.0", TRUST) as core:
+        errors = worst_first(errors_of(core))
+        (canary,) = carried_canaries(core)
+
+    assert [(entry.name, entry.format, round(entry.sqnr_db or 0, 1)) for entry in errors] == [
+        ("head.proposal", "nvfp4", 20.6), ("draft.layers.0.qkv", "mxfp8", 31.3), ("draft.layers.0.o", "mxfp8", 31.7),
+        ("draft.layers.0.gate_up", "mxfp8", 31.7), ("draft.fc", "mxfp8", 31.9), ("draft.layers.0.down", "mxfp8", 31.9),
+    ]
+    assert (canary.depth, len(canary.prompts), canary.prompts[0].prompt[:4]) == (3, 4, (7, 20, 59, 60))
 
 
 def test_every_golden_core_is_read_by_a_test() -> None:
