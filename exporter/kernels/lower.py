@@ -81,7 +81,8 @@ class _Lowering:
         self.norms: dict[int, _Norm] = {}  # by buffer of the normalized rows
 
     def run(self) -> list[Launch]:
-        launches = self._begin()
+        starts = self.calls[0].op in ("dflash.block_positions/1", "dflash.chunk_positions/1")
+        launches = self._begin() if starts else []
         for index, call in enumerate(self.calls):
             if index not in self.done:
                 launches += self._lower(index, call)
@@ -192,7 +193,7 @@ class _Lowering:
         assert lanes <= MAX_LANES, lanes
         partial = self.program.scratch("attention_partial", DType.F32, (lanes * splits, m * (head_dim + 2)))
         counters = self.program.once("attention_counters", DType.I32, (MAX_LANES,))
-        kv = replace(o["kv"], dtype=DType.BF16)
+        kv = _pages(o["kv"])
         v = _columns(o["qkv"], (heads + kv_heads) * head_dim) if block else None
         fused = ("q_weight_ptr", "k_weight_ptr", "table_ptr", "qkv_ptr")
         absent: dict[str, None] = {"k_ptr": None, "v_ptr": None} if not block else {}
@@ -235,6 +236,11 @@ class _Lowering:
 def _columns(x: Tensor, first: int) -> Tensor:
     """A pointer into the rows of `x`, `first` columns on."""
     return replace(x, offset=x.offset + first * x.dtype.bits // 8, shape=(0,))
+
+
+def _pages(kv: Tensor) -> Tensor:
+    """A layer's pages as kernels see them: bf16, to the end of the arena."""
+    return replace(kv, dtype=DType.BF16, shape=(0,))
 
 
 def _check_act(call: OpCall) -> None:
@@ -328,7 +334,7 @@ def _rope(call: OpCall) -> Launch:
     optional = {"q_weight_ptr": o.get("q_weight"), "k_weight_ptr": o.get("k_weight"), "q_ptr": o.get("q"),
                 "k_ptr": o.get("k"), "slots_ptr": o.get("slots") if cached else None,
                 "page_table_ptr": o.get("page_table") if cached else None,
-                "kv_ptr": replace(o["kv"], dtype=DType.BF16) if cached else None}
+                "kv_ptr": _pages(o["kv"]) if cached else None}
     for name, tensor in optional.items():
         if tensor is None:
             constants[name] = None

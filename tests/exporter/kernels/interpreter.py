@@ -17,12 +17,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from dflash_core.v1 import graph_pb2
 
 from exporter.program.builder import OpCall, Program, Tensor
 from runtime.ops import DType, call, find_op
@@ -30,7 +31,7 @@ from runtime.ops import DType, call, find_op
 ROOT = Path(__file__).resolve().parents[3]
 GUARD_NBYTES = 256
 GUARD_BYTE, SCRATCH_BYTE = 0xA5, 0xFF
-DTYPES = {d.numpy: d for d in (DType.F32, DType.BF16, DType.I32, DType.U64)}
+DTYPES = {d.numpy: d for d in (DType.F32, DType.BF16, DType.I32, DType.U64, DType.U8)}
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,28 @@ class Case:
 
     arrays: dict[str, np.ndarray]
     ops: Sequence[tuple[str, dict[str, Any]]]
+    codes: dict[str, DType] = field(default_factory=dict)  # arrays of bytes that hold E4M3 or E2M1 codes
+    names: dict[int, dict[str, str]] = field(default_factory=dict)  # op index -> operand name -> array name
+
+    def array_name(self, index: int, operand: str) -> str:
+        return self.names.get(index, {}).get(operand, operand)
 
     def expected(self) -> dict[str, np.ndarray]:
         """The arrays after the CPU ops."""
         arrays = {name: array.copy() for name, array in self.arrays.items()}
-        for op, scalars in self.ops:
-            call(op, {p.name: arrays[p.name] for p in find_op(op).operands}, **scalars)
+        for index, (op, scalars) in enumerate(self.ops):
+            given = {p.name: arrays[self.array_name(index, p.name)] for p in find_op(op).operands}
+            call(op, given, **scalars)
         return arrays
 
     def recorded(self) -> tuple[Program, dict[str, Tensor], list[OpCall]]:
         """The same as recorded op calls over buffers named like the arrays."""
         program = Program()
         tensors = {n: program.state(n, DTYPES[a.dtype], a.shape) for n, a in self.arrays.items()}
-        calls = [OpCall(op, {p.name: tensors[p.name] for p in find_op(op).operands}, scalars, "case", 10 + i)
+        typed = {n: replace(t, dtype=self.codes[n], shape=(*t.shape[:-1], t.shape[-1] * 8 // self.codes[n].bits))
+                 if n in self.codes else t for n, t in tensors.items()}
+        calls = [OpCall(op, {p.name: typed[self.array_name(i, p.name)] for p in find_op(op).operands}, scalars, "case",
+                        10 + i)
                  for i, (op, scalars) in enumerate(self.ops)]
         return program, tensors, calls
 
@@ -60,7 +70,7 @@ def lower(name: str, calls: list[OpCall], program: Program) -> list[Any]:
     """Launches of a lowering function, named "module.function", for one call or (`many`) for a sequence."""
     module, function = name.split(".")
     lowering = getattr(importlib.import_module(f"exporter.kernels.{module}"), function)
-    many = function in ("lower_begin", "lower_accept")
+    many = function in ("lower_begin", "lower_accept", "lower_graph")
     return lowering(calls if many else calls[0], program)
 
 
@@ -106,13 +116,18 @@ def _interpret(lowering: str, case: Case) -> dict[str, np.ndarray]:
     memory = {}
     for buffer in program.buffers:
         memory[buffer.buffer_id] = np.full(buffer.fixed_bytes + 2 * GUARD_NBYTES, GUARD_BYTE, np.uint8)
-        memory[buffer.buffer_id][GUARD_NBYTES:-GUARD_NBYTES] = SCRATCH_BYTE
+        first = 0 if buffer.buffer_class == graph_pb2.STATE else SCRATCH_BYTE  # as the loader provides them
+        memory[buffer.buffer_id][GUARD_NBYTES:-GUARD_NBYTES] = first
     for name, array in case.arrays.items():
         _inside(memory, tensors[name])[...] = np.frombuffer(array.tobytes(), np.uint8)
     before = {n: _inside(memory, t).copy() for n, t in tensors.items()}
     for launch in launches:
         used = {v for v in launch.arguments.values() if isinstance(v, Tensor)}
-        assert used == {*launch.reads, *launch.writes}, f"{launch.kernel.function.fn.__name__} declares other accesses"
+        declared = {*launch.reads, *launch.writes}
+        exact = {t for t in used if t.shape != (0,)}  # a pointer into rows, or into pages, covers what is declared
+        name = launch.kernel.function.fn.__name__
+        assert exact <= declared, f"{name} declares other accesses"
+        assert {t.buffer_id for t in used} == {t.buffer_id for t in declared}, f"{name} declares other buffers"
         arguments = {n: _as_torch(memory, v) if isinstance(v, Tensor) else v for n, v in launch.arguments.items()}
         launch.kernel.function[launch.grid](**arguments, **launch.kernel.constants)
     written = {t.buffer_id for launch in launches for t in launch.writes}
@@ -127,19 +142,22 @@ def _interpret(lowering: str, case: Case) -> dict[str, np.ndarray]:
 
 def _inside(memory: dict[int, np.ndarray], tensor: Tensor) -> np.ndarray:
     first = GUARD_NBYTES + tensor.offset
-    return memory[tensor.buffer_id][first : first + tensor.nbytes]
+    last = -GUARD_NBYTES if tensor.shape == (0,) else first + tensor.nbytes
+    return memory[tensor.buffer_id][first:last]
 
 
 def _as_torch(memory: dict[int, np.ndarray], tensor: Tensor) -> Any:
     import torch
 
-    element = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32, DType.U64: torch.uint64}
+    element = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32, DType.U64: torch.uint64,
+               DType.U8: torch.uint8, DType.E4M3: torch.uint8, DType.E2M1: torch.uint8}
     return torch.from_numpy(_inside(memory, tensor)).view(element[tensor.dtype])
 
 
 def _mend_interpreter() -> None:
     """Where the interpreter differs from a GPU: it truncates fp32 to bf16 where hardware rounds to nearest, ties to
-    even; and the result of a comparison of fp32 scalars turns into fp32 when it meets a block."""
+    even; it computes with the bits of bf16 and fp8 values; the result of a comparison of fp32 scalars turns into fp32
+    when it meets a block; and a one-element array does not serve as a loop bound."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -157,6 +175,36 @@ def _mend_interpreter() -> None:
             return interpreter.TensorHandle(np.full(block.shape, scalar.data[0]), tl.int1)
         return splat(builder, block, scalar)
 
+    numpy_types = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float32: np.float32}
+    cast, binary = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.binary_op
+    patch = interpreter._patch_lang_tensor
+
+    def through_fp32(builder: Any, source: Any, target: Any, *_: Any) -> Any:
+        small = (tl.bfloat16, tl.float8e4nv)
+        given, wanted = source.dtype.scalar, target.scalar
+        if given in numpy_types and wanted in numpy_types and (given in small or wanted in small):
+            wide = source.data.view(numpy_types[given]).astype(np.float32).astype(numpy_types[wanted])
+            return interpreter.TensorHandle(wide.view(interpreter._get_np_dtype(wanted)), wanted)
+        return cast(builder, source, target)
+
+    def bf16_arithmetic(builder: Any, left: Any, right: Any, op: Any) -> Any:
+        if left.dtype.scalar == tl.bfloat16 and op in (np.multiply, np.add, np.subtract):
+            wide = [h.data.view(ml_dtypes.bfloat16).astype(np.float32) for h in (left, right)]
+            return interpreter.TensorHandle(op(*wide).astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
+        return binary(builder, left, right, op)
+
+    def bf16_product(builder: Any, a: Any, b: Any, c: Any, precision: Any, imprecise: Any) -> Any:
+        wide = [h.data.view(ml_dtypes.bfloat16).astype(np.float32) for h in (a, b)]
+        return interpreter.TensorHandle(np.matmul(*wide, dtype=np.float32) + c.data, c.dtype.scalar)
+
+    def scalar_bounds(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    builder = interpreter.InterpreterBuilder
+    builder.cast_impl, builder.create_fp_to_fp, builder.binary_op = through_fp32, through_fp32, bf16_arithmetic
+    builder.create_dot = bf16_product
+    interpreter._patch_lang_tensor = scalar_bounds
     interpreter._convert_float = nearest
     interpreter.InterpreterBuilder.create_splat = splat_as_is
 
