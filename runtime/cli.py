@@ -13,6 +13,8 @@ from typing import Annotated, Any
 import typer
 from dflash_core.errors import DflashError, ExitCode
 
+from .cli_bench import register as register_bench
+from .cli_bench import verify_results
 from .cli_serve import register as register_serving
 from .console import ByteProgress, human_bytes, print_json, printable, report_error, run_command
 
@@ -93,7 +95,9 @@ def sign(
 
 @app.command()
 def verify(
-    cores: Annotated[list[Path], typer.Argument(metavar="CORE...", help="Directories or archives.")],
+    cores: Annotated[
+        list[Path], typer.Argument(metavar="CORE...", help="Directories or archives; or bench results, as .json.")
+    ],
     trust: TrustOption = None,
     full: Annotated[
         bool, typer.Option("--full", help="Also read all weights, and check whole-file digests.")
@@ -105,6 +109,9 @@ def verify(
 ) -> None:
     """Check that trusted keys have signed exactly the bytes of one or more cores."""
     with run_command(json_output):
+        if all(path.suffix == ".json" and path.is_file() for path in cores):
+            verify_results(cores, trust, json_output)
+            return
         from .trust import TrustPolicy
         from .verify_report import refusal, verify_one
 
@@ -355,3 +362,4 @@ def _ignore_text(piece: str) -> None:
 
 
 register_serving(app)
+register_bench(app)

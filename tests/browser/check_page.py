@@ -14,7 +14,7 @@ import pytest
 
 from runtime import Engine, Request, TrustPolicy, load
 from tests.browser.chromium import Chromium, Page
-from tests.runtime.serve.conftest import Server, running, tiny
+from tests.served_core import Server, running, tiny
 
 __all__ = ["tiny"]
 SHOTS = Path(__file__).resolve().parents[2] / "build" / "page"

@@ -14,7 +14,7 @@ import pytest
 from runtime.serve.body import parse_json
 from runtime.serve.errors import ApiError
 from runtime.serve.guard import is_local_host
-from tests.runtime.serve.conftest import Server
+from tests.served_core import Server
 
 JSON = {"content-type": "application/json"}
 GOOD = {"model": "tiny", "prompt": [1], "max_tokens": 1}

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from runtime.cli import app
 from runtime.keys import load_private_key
 from runtime.sign import file_entry, sign_core
-from tests.runtime.serve.conftest import Server
+from tests.served_core import Server
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.runtime.serve.conftest import Server
+from tests.served_core import Server
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from runtime import Engine, LoadedCore, Request, TrustPolicy, load
 from runtime.engine import StepKind
-from tests.runtime.serve.conftest import Server
+from tests.served_core import Server
 
 PROMPT, IDS = "t3 t1 t4", (3, 1, 4)
 CHAT_IDS = (1, 2, 9, 1, 4)

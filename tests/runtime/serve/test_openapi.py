@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from runtime.serve.openapi import describe
-from tests.runtime.serve.conftest import Server
+from tests.served_core import Server
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 schema = schemathesis.openapi.from_dict(describe("0"))
