@@ -16,13 +16,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dflash_core.effective import effective_precision, has_draft
+from dflash_core.effective import has_draft
 from dflash_core.formats import FORMATS
 from dflash_core.v1.graph_pb2 import KERNEL, WEIGHTS, BufferClass, Graph, GraphNode, GraphSet, NodeKind
 from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
 from .archive import open_core
+from .inspect_precision import Component, Precision, components_of, precision_of
 from .sbom import sbom
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
@@ -60,16 +61,6 @@ class Speculation:
     method: str
     depth: int
     block_size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What a role runs in, what is recorded about it (None: nothing), and what decided it."""
-
-    role: str
-    recorded: str | None
-    effective: str
-    origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ class SignerSummary:
 
 @dataclass(frozen=True, slots=True)
 class CoreReport:
-    """Everything `inspect` shows. `signers` is empty unless `authenticated`."""
+    """Everything `inspect` shows. `signers` is empty unless `authenticated`; so is `components` unless combined."""
 
     authenticated: bool
     core_name: str
@@ -139,6 +130,7 @@ class CoreReport:
     draft: Model | None
     speculation: Speculation | None
     precision: Sequence[Precision]
+    components: Sequence[Component]
     graphs: Sequence[GraphSummary]
     memory: Sequence[Memory]
     weights: Sequence[Weights]
@@ -204,10 +196,8 @@ def _report(
         speculation=(
             Speculation(speculation.method, speculation.draft_depth, speculation.block_size) if drafts else None
         ),
-        precision=tuple(
-            Precision(item.role.value, item.recorded, item.text, item.origin.value)
-            for item in effective_precision(manifest)
-        ),
+        precision=precision_of(manifest),
+        components=components_of(manifest),
         graphs=_graphs(manifest, graph_sets),
         memory=_memory(manifest),
         weights=_weights(manifest.tensor_views),

@@ -7,16 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from dflash_core.effective import Role
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from .console import human_bytes, printable
 from .inspect import CoreReport, Model
+from .inspect_precision import Component
 
 _NOT_AUTHENTICATED = "NOT AUTHENTICATED: no signature was checked; --trust TRUST verifies the core"
 _LABEL_WIDTH = 10
 _KEYID_DIGITS = 16
+_SETTINGS = {
+    Role.TARGET: ("online_quantization", "online_mxfp8_scope"), Role.DRAFT_BODY: ("draft_body_quantization",),
+    Role.DRAFT_HEAD: ("draft_head_quantization",), Role.VERIFY_HEAD: ("verify_head_precision",),
+}
 
 
 def print_report(report: CoreReport) -> None:
@@ -66,6 +72,12 @@ def _tables(report: CoreReport) -> Iterable[tuple[str, Table]]:
         {"role": "left", "format": "left", "origin": "left"},
         ((item.role, item.effective, item.origin) for item in report.precision),
     )
+    for part in report.components:
+        graphs = f"{len(part.graphs)} graph{'' if len(part.graphs) == 1 else 's'}"
+        yield printable(f"component {part.component_id}, {part.core_name}: {graphs}"), _table(
+            {"role": "left", "recorded": "left", "effective": "left", "origin": "left"},
+            ((item.role, _recorded(part, item.role), item.effective, item.origin) for item in part.precision),
+        )
     yield "graphs", _table(
         {"graph": "left", "role": "left", "batch": "right", "tokens": "right", "nodes": "right", "kernels": "left"},
         (
@@ -94,6 +106,14 @@ def _tables(report: CoreReport) -> Iterable[tuple[str, Table]]:
             {"key": "left", "owner": "left", "roles": "left"},
             ((f"{item.keyid[:_KEYID_DIGITS]}…", item.owner, ", ".join(item.roles)) for item in report.signers),
         )
+
+
+def _recorded(part: Component, role: str) -> str:
+    """The recorded values behind a role as they are: "-" where nothing is recorded, quotes round nothing."""
+    values = [part.recorded[setting] for setting in _SETTINGS[Role(role)]]
+    if not any(value is not None for value in values):
+        return "-"
+    return ", scope ".join("-" if value is None else value or '""' for value in values)
 
 
 def _bits(bits_per_weight: float | None) -> str:
