@@ -16,7 +16,7 @@ from exporter.recipe_match import match_tensors
 from scripts.synth_checkpoint import config_of, write_checkpoint
 
 CONVERT = """
-import json, resource, sys
+import json, sys
 from pathlib import Path
 from dflash_core.formats import Format
 from exporter.checkpoint import open_checkpoint
@@ -24,12 +24,20 @@ from exporter.convert.stream import convert_weights
 from exporter.weights import WeightSpec, layout_weights
 
 checkpoint = open_checkpoint(Path(sys.argv[1]))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak():
+    # of this program alone: ru_maxrss starts at what the process that started it had
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+before = peak()
 formats = [Format.MXFP8, Format.NVFP4]
 specs = [WeightSpec(name, "target", "target", "target", (name,), "copy/1", formats[i % 2], entry.shape)
          for i, (name, entry) in enumerate(checkpoint.tensors.items()) if len(entry.shape) == 2]
 convert_weights(layout_weights(specs), {"target": checkpoint}, Path(sys.argv[2]), lambda nbytes: None)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+after = peak()
 largest = max(entry.nbytes for entry in checkpoint.tensors.values())
 print(json.dumps({"before": before, "after": after, "largest": largest}))
 """
