@@ -23,7 +23,9 @@ from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
 from .archive import open_core
+from .diff_errors import SqnrDiff, compare_errors
 from .diff_graph import Facts, GraphNames, described, first_difference
+from .error_report import WeightErrors, errors_of, reported_in
 from .structure import check_manifest_structure
 from .trust import TrustPolicy
 from .verify import check_contents, check_version, file_sizes, parse_manifest, read_manifest, verify
@@ -120,7 +122,10 @@ class GraphDiff:
 
 @dataclass(frozen=True, slots=True)
 class CoreDiff:
-    """Everything `diff` shows. `authenticated`: both cores were verified against a trust file."""
+    """Everything `diff` shows.
+
+    `authenticated`: both cores were verified against a trust file. `sqnr` is None unless both carry an error report.
+    """
 
     authenticated: bool
     left: CoreSide
@@ -129,6 +134,7 @@ class CoreDiff:
     identity: tuple[FieldDiff, ...]
     formats: tuple[FormatDiff, ...]
     tensors: tuple[TensorDiff, ...]
+    sqnr: tuple[SqnrDiff, ...] | None
     graphs: tuple[GraphDiff, ...]
 
     def differs(self, part: Part) -> bool:
@@ -164,6 +170,7 @@ class _Opened:
     side: CoreSide
     manifest: RebuildManifest
     graphs: Mapping[tuple[str, str], tuple[Facts, ...]]
+    errors: tuple[WeightErrors, ...]
 
 
 def parts_named(words: Iterable[str]) -> tuple[Part, ...]:
@@ -197,6 +204,7 @@ def diff_cores(left: Path, right: Path, trust: TrustPolicy | None) -> CoreDiff:
         precision=_precision(ours.manifest, theirs.manifest), identity=tuple(_identity(ours.manifest, theirs.manifest)),
         formats=_formats(ours.manifest, theirs.manifest),
         tensors=tuple(_tensors(ours.manifest.tensor_views, theirs.manifest.tensor_views)),
+        sqnr=compare_errors(ours.errors, theirs.errors),
         graphs=tuple(_graphs(ours.graphs, theirs.graphs)),
     )
 
@@ -208,11 +216,12 @@ def _open(path: Path, trust: TrustPolicy | None) -> _Opened:
             manifest = parse_manifest(data)
             check_version(manifest)
             check_manifest_structure(manifest, file_sizes(files))
-            sets = check_contents(files, manifest).graph_sets
+            contents = check_contents(files, manifest)
+        sets, errors = contents.graph_sets, reported_in(contents.files)
         digest = hashlib.sha256(data).hexdigest()
     else:
         with verify(path, trust) as core:
-            manifest, digest = core.manifest, core.core_digest
+            manifest, digest, errors = core.manifest, core.core_digest, errors_of(core)
             sets = {file.file.digest: core.graph_set(file) for file in manifest.graph_files}
     names, targets = GraphNames.of(manifest), {t.target_id: t.name for t in manifest.device_targets}
     graphs = {}
@@ -221,7 +230,7 @@ def _open(path: Path, trust: TrustPolicy | None) -> _Opened:
         target = targets[file.target_id] + (f" rank {file.rank}" if file.HasField("rank") else "")
         for graph in sets[file.file.digest].graphs:
             graphs[target, graph.name] = described(graph, names, templates)
-    return _Opened(CoreSide(str(path), manifest.core_name, manifest.release, digest), manifest, graphs)
+    return _Opened(CoreSide(str(path), manifest.core_name, manifest.release, digest), manifest, graphs, errors)
 
 
 def _precision(left: RebuildManifest, right: RebuildManifest) -> tuple[RoleDiff, ...]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .console import human_bytes, printable
 from .diff import Change, CoreDiff, CoreSide, Part, Value
+from .diff_errors import Kept
 
 _MOST_TENSORS = 20
 
@@ -31,6 +32,10 @@ def print_diff(report: CoreDiff) -> None:
     out.print(_table(("owner", "format", "left", "right"), (
         (row.owner, row.format, _amount(row.left_tensors, row.left_nbytes),
          _amount(row.right_tensors, row.right_nbytes)) for row in report.formats)))
+    out.print()
+    out.print("SQNR of converted weights")
+    for part in _sqnr(report):
+        out.print(part, soft_wrap=isinstance(part, str))
     for line in _changes(report):
         out.print(printable(line), soft_wrap=True)
     out.print()
@@ -49,6 +54,25 @@ def _changes(report: CoreDiff) -> Iterable[str]:
     for graph in report.graphs:
         detail = f"{graph.where}: {graph.left} → {graph.right}" if graph.change is Change.CHANGED else ""
         yield f"graph {graph.target}:{graph.name}: {graph.change.value} {detail}".rstrip()
+
+
+def _sqnr(report: CoreDiff) -> Iterable[str | Table]:
+    if report.sqnr is None:
+        yield "not compared: both cores need an error report"
+        return
+    differ = [row for row in report.sqnr if row.left != row.right]
+    if differ:
+        yield _table(("weight", "left", "right"), (
+            (row.name, _kept(row.left), _kept(row.right)) for row in differ[:_MOST_TENSORS]))
+    if len(differ) > _MOST_TENSORS:
+        yield f"and {len(differ) - _MOST_TENSORS} weights more; --json lists all"
+    yield f"{len(report.sqnr) - len(differ)} of {len(report.sqnr)} weights are equal on both sides"
+
+
+def _kept(side: Kept | None) -> str:
+    if side is None:
+        return "not converted"
+    return f"{side.format} " + ("exact" if side.sqnr_db is None else f"{side.sqnr_db:.2f} dB")
 
 
 def _core(side: CoreSide) -> str:

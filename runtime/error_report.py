@@ -72,13 +72,19 @@ def read_errors(path: Path, trust: TrustPolicy | None) -> tuple[WeightErrors, ..
         manifest = parse_manifest(read_manifest(files))
         check_version(manifest)
         check_manifest_structure(manifest, file_sizes(files))
-        return _reported(check_contents(files, manifest).files)
+        return reported_in(check_contents(files, manifest).files)
 
 
 def errors_of(core: VerifiedCore) -> tuple[WeightErrors, ...]:
     """The error reports of a core that is open; errors as of `read_errors`."""
-    return _reported({entry.path: core.small_file(entry.ref) for entry in core.manifest.files
-                      if entry.role == "config"})
+    return reported_in({entry.path: core.small_file(entry.ref) for entry in core.manifest.files
+                        if entry.role == "config"})
+
+
+def reported_in(files: Mapping[str, bytes]) -> tuple[WeightErrors, ...]:
+    """The error reports among a core's small files, by their names in it; errors as of `read_errors`."""
+    reports = (files[name] for name in sorted(files) if files[name].startswith(_MARK))
+    return tuple(entry for report in reports for entry in _parse(report))
 
 
 def worst_first(errors: Iterable[WeightErrors]) -> list[WeightErrors]:
@@ -110,11 +116,6 @@ def print_errors(errors: Iterable[WeightErrors], *, authenticated: bool) -> None
         out.print(table)
     else:
         out.print("no converted weights, or a core that carries no error report")
-
-
-def _reported(files: Mapping[str, bytes]) -> tuple[WeightErrors, ...]:
-    reports = (files[name] for name in sorted(files) if files[name].startswith(_MARK))
-    return tuple(entry for report in reports for entry in _parse(report))
 
 
 def _parse(report: bytes) -> list[WeightErrors]:
