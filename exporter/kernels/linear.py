@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from dflash_core.formats import Format
 
+from exporter.kernels.epilogue import finish
+
 FORMAT_CODE = {Format.BF16: 0, Format.MXFP8: 1, Format.NVFP4: 2}
-STORE, ADD, SILU, STORE_F32 = 0, 1, 2, 3
 
 
 @triton.jit
@@ -83,17 +84,4 @@ def linear_rows(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out
         factor = tl.load(global_ptr)
         acc = acc * factor
         up = up * factor
-    mask = live[None, :] & (n < OUT)[:, None]
-    at = r[None, :].to(tl.int64) * OUT + n[:, None]
-    if EPILOGUE == 0:
-        tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)
-    elif EPILOGUE == 1:
-        residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        delta = acc.to(tl.bfloat16).to(tl.float32)
-        tl.store(residual_ptr + at, (residual + delta).to(tl.bfloat16), mask=mask)
-    elif EPILOGUE == 2:
-        gate = acc.to(tl.bfloat16).to(tl.float32)
-        silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(tl.bfloat16).to(tl.float32)
-        tl.store(out_ptr + at, (silu * up.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), mask=mask)
-    else:
-        tl.store(out_ptr + at, acc, mask=mask)
+    finish(acc, up, residual_ptr, out_ptr, n, r, live, OUT, EPILOGUE)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.epilogue import finish
+
 
 @triton.jit
 def _weight(w_ptr, scale_ptr, n, IN: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
@@ -77,17 +79,4 @@ def linear_whole(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, ou
         factor = tl.load(global_ptr)
         acc = acc * factor
         up = up * factor
-    mask = live[None, :] & (n < OUT)[:, None]
-    at = r[None, :].to(tl.int64) * OUT + n[:, None]
-    if EPILOGUE == 0:
-        tl.store(out_ptr + at, acc.to(tl.bfloat16), mask=mask)
-    elif EPILOGUE == 1:
-        residual = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        delta = acc.to(tl.bfloat16).to(tl.float32)
-        tl.store(residual_ptr + at, (residual + delta).to(tl.bfloat16), mask=mask)
-    elif EPILOGUE == 2:
-        gate = acc.to(tl.bfloat16).to(tl.float32)
-        silu = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(tl.bfloat16).to(tl.float32)
-        tl.store(out_ptr + at, (silu * up.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), mask=mask)
-    else:
-        tl.store(out_ptr + at, acc, mask=mask)
+    finish(acc, up, residual_ptr, out_ptr, n, r, live, OUT, EPILOGUE)

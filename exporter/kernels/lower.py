@@ -17,8 +17,9 @@ from dflash_core.formats import Format
 
 from exporter.kernels import accept, candidates, conv, rows, sampling, selector
 from exporter.kernels.attention import paged_attention
+from exporter.kernels.epilogue import ADD, SILU, STORE, STORE_F32
 from exporter.kernels.launch import Kernel, Launch
-from exporter.kernels.linear import ADD, FORMAT_CODE, SILU, STORE, STORE_F32, linear_rows
+from exporter.kernels.linear import FORMAT_CODE, linear_rows
 from exporter.kernels.linear_whole import linear_whole
 from exporter.kernels.norm import norm_rows
 from exporter.kernels.rope import rope_heads
