@@ -20,13 +20,24 @@ if TYPE_CHECKING:
     from .trust import TrustPolicy
 
 
+_ROWS = (
+    ("tokens/s", "{decode_tok_s:.1f}"), ("ms/step", "{ms_per_step:.2f}"), ("  draft", "{draft_ms:.2f}"),
+    ("  verify", "{verify_ms:.2f}"), ("  host", "{host_ms:.2f}"), ("tokens/step", "{tokens_per_step:.2f}"),
+    ("live sequences", "{mean_live_seqs:.2f}"), ("acceptance length", "{acceptance:.2f}"),
+    ("TTFT median ms", "{median_ttft_ms:.1f}"), ("ITL median ms", "{median_itl_ms:.1f}"),
+)
+"""What the table shows of each scenario; everything else is in the JSON."""
+
+
 def register(app: typer.Typer) -> None:
     """Add bench to an app."""
     app.command("bench")(bench)
 
 
 def bench(
-    cores: Annotated[list[Path], typer.Argument(metavar="CORE...", help="One core, or two with --compare.")],
+    cores: Annotated[
+        list[Path], typer.Argument(metavar="CORE...", help="A core or a checkpoint; two cores to compare.")
+    ],
     trust: Annotated[
         Path | None,
         typer.Option("--trust", metavar="TRUST", help="Trust file; without it ~/.config/dflash/trust.json."),
@@ -54,11 +65,25 @@ def bench(
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the result with this private key.")
     ] = None,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", metavar="DRAFT", help="For a checkpoint: folder of its draft.")
+    ] = None,
+    scope: Annotated[
+        str | None, typer.Option("--online-mxfp8-scope", help="For a checkpoint: as dflash-export.")
+    ] = None,
+    draft_body: Annotated[
+        str | None, typer.Option("--draft-body-quantization", help="For a checkpoint: as dflash-export.")
+    ] = None,
+    draft_head: Annotated[
+        str | None, typer.Option("--draft-head-quantization", help="For a checkpoint: as dflash-export.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
 ) -> None:
     """Measure a core: raw samples and summaries that anyone can recompute."""
     with run_command(json_output):
         from .cli import trust_path
+        from .cli_serve import prepared_core
+        from .prepare import PrepareSettings
         from .trust import TrustPolicy
 
         if compare != paired or len(cores) != (2 if compare else 1):
@@ -67,6 +92,8 @@ def bench(
         if sign is not None and out is None:
             raise UsageError("OPTION_MISSING", "a signature lies beside a result file", where="--out",
                              hint="give --out FILE")
+        if not compare:
+            cores[0], trust = prepared_core(cores[0], trust, PrepareSettings(draft, scope, draft_body, draft_head))
         policy = TrustPolicy.load(trust_path(trust))
         if compare:
             _compare(cores, policy, prompts, max_tokens, seed, device, json_output)
@@ -187,17 +214,12 @@ def _print_table(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("scenario", "tokens/s", "ms/step", "tokens/step", "live", "acceptance", "draft ms", "verify ms",
-                  "host ms", "TTFT p50", "ITL p50")
-    for scenario in document["scenarios"]:
-        own = scenario["dflash"]
-        if own["steps"]:
-            table.add_row(
-                scenario["scenario"], f"{own['decode_tok_s']:.1f}", f"{own['ms_per_step']:.2f}",
-                f"{own['tokens_per_step']:.2f}", f"{own['mean_live_seqs']:.2f}",
-                f"{scenario.get('spec_decode_acceptance_length', 1.0):.2f}", f"{own['draft_ms']:.2f}",
-                f"{own['verify_ms']:.2f}", f"{own['host_ms']:.2f}", f"{scenario['median_ttft_ms']:.1f} ms",
-                f"{scenario['median_itl_ms']:.1f} ms")
+    decoded = [s for s in document["scenarios"] if s["dflash"]["steps"]]
+    table = Table("", *(s["scenario"] for s in decoded))
+    for name, form in _ROWS:
+        table.add_row(name, *(form.format(acceptance=s.get("spec_decode_acceptance_length", 1.0),
+                                          **{k: v for k, v in s.items() if k != "dflash"}, **s["dflash"])
+                              for s in decoded))
     Console(file=sys.stdout).print(table)
     for sample in document["prefill"]:
         print(f"prefill     {sample['input_tokens']} tokens, all computed   {sample['seconds']:.2f} s   "

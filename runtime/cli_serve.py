@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from dflash_core.errors import ExitCode, UsageError
 
 from .console import human_bytes, print_json, printable, run_command, stage_line
+
+if TYPE_CHECKING:
+    from .prepare import PrepareSettings
 
 
 def register(app: typer.Typer) -> None:
@@ -27,7 +31,7 @@ DeviceOption = Annotated[str, typer.Option("--device", metavar="DEVICE", help="c
 
 
 def debug_serve(
-    core: Annotated[Path, typer.Argument(metavar="CORE", help="Directory of the core, or its archive.")],
+    core: Annotated[Path, typer.Argument(metavar="CORE", help="A core or its archive; or a checkpoint.")],
     trust: TrustOption = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any free one.")] = 8000,
@@ -44,6 +48,18 @@ def debug_serve(
     record: Annotated[
         Path | None, typer.Option("--record", metavar="DIR", help="Keep every step of every request here.")
     ] = None,
+    draft: Annotated[
+        Path | None, typer.Option("--draft", metavar="DRAFT", help="For a checkpoint: folder of its draft.")
+    ] = None,
+    scope: Annotated[
+        str | None, typer.Option("--online-mxfp8-scope", help="For a checkpoint: as dflash-export.")
+    ] = None,
+    draft_body: Annotated[
+        str | None, typer.Option("--draft-body-quantization", help="For a checkpoint: as dflash-export.")
+    ] = None,
+    draft_head: Annotated[
+        str | None, typer.Option("--draft-head-quantization", help="For a checkpoint: as dflash-export.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Serve a core over OpenAI's API, with a page that shows what its draft gets accepted."""
@@ -54,10 +70,12 @@ def debug_serve(
             raise UsageError("EXTRA_MISSING", f"serving needs {e.name}",
                              hint="pip install 'dflash-cores[serve]'") from e
         from .cli import core_bytes, trust_path
+        from .prepare import PrepareSettings
         from .serve import ServeSettings
         from .serve.app import ServerState
         from .trust import TrustPolicy
 
+        core, trust = prepared_core(core, trust, PrepareSettings(draft, scope, draft_body, draft_head))
         settings = ServeSettings(host=host, port=port, api_key=api_key, max_waiting=max_waiting, canary=canary,
                                  record=record, device=device)
         nbytes = core_bytes(core)
@@ -81,6 +99,26 @@ def debug_serve(
 
         serve(core, TrustPolicy.load(trust_path(trust)), settings, nbytes=nbytes, on_listen=on_listen,
               on_ready=on_ready)
+
+
+def prepared_core(path: Path, trust: Path | None, settings: PrepareSettings) -> tuple[Path, Path | None]:
+    """The core to use and its trust file: the given ones, or what was prepared from a checkpoint, which is said.
+
+    Raises:
+        UsageError: PRECISION_OF_CORE; a core's precision was settled when it was exported.
+    """
+    from .prepare import cache_folder, is_checkpoint, prepare
+
+    if not is_checkpoint(path):
+        if settings.asked:
+            raise UsageError("PRECISION_OF_CORE", "a core's precision was settled when it was exported",
+                             where=str(path), hint="leave the precision settings out, or give the checkpoint")
+        return path, trust
+    began = time.perf_counter()
+    found = prepare(path, settings, cache_folder())
+    stage_line("prepare", f"{'exported to' if found.made else 'found in the cache:'} {printable(str(found.core))}",
+               time.perf_counter() - began)
+    return found.core, found.trust
 
 
 def replay_requests(

@@ -195,7 +195,8 @@ def test_server_info_shows_identity_precision_and_graphs(server: Server) -> None
     assert info["core"]["core_digest"] == server.state.worker.core.core_digest
     assert (info["core"]["core_name"], info["core"]["depth"], info["core"]["max_context"]) == ("tiny", 3, 256)
     assert len(info["core"]["signers"]) == 1
-    assert {p["role"] for p in info["core"]["precision"]} >= {"draft_body"} or info["core"]["precision"]
+    assert [p["role"] for p in info["core"]["precision"]] == [
+        "target inputs", "draft body", "proposal head", "verification head"]
     assert info["canary"]["agreement"] == 1.0
     assert set(graphs) >= {"draft.b1", "verify.b4", "decode.b2"}
     for graph in graphs.values():
