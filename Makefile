@@ -14,7 +14,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert test-page soak clean
+.PHONY: help setup demo bench test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert test-page soak clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -48,6 +48,12 @@ test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 
 bench-gpu: $(READY) $(DEMO)/target $(DEMO)/key.pem  ## the demo pair on an NVIDIA GPU, beside z-lab's loop, as JSON on stdout
 	@$(BIN)/python scripts/bench_gpu.py
+
+bench: $(READY) $(DEMO)/core  ## measure the demo core, sign the result, draw it and verify it (build/bench)
+	mkdir -p build/bench
+	$(BIN)/dflash-run bench $(DEMO)/core --trust $(DEMO)/trust.json --scenario c1 --scenario startup \
+	  --out build/bench/result.json --plot build/bench/result.svg --sign $(DEMO)/key.pem
+	$(BIN)/dflash-run verify build/bench/result.json --trust $(DEMO)/trust.json
 
 bench-cpu: $(READY)  ## speed and memory of the demo pair on this CPU, as JSON on stdout
 	@$(BIN)/python scripts/bench_cpu.py

@@ -103,10 +103,13 @@ def test_refusal_is_shown_as_an_error_and_the_next_message_works(page: Page) -> 
     page.wait("!state.running && document.querySelector('.turn.failed')")
     shown = page.evaluate("document.querySelector('.turn.failed').textContent")
     page.evaluate("document.getElementById('max').value = 4")
+    page.evaluate("fetch = (original => (path, options) => { window.sent = options.body; "
+                  "return original(path, options); })(fetch)")
     say(page, "t8")
     page.wait("!state.running && document.querySelectorAll('.turn.assistant .token').length > 0")
 
     assert "exceed the core's context" in shown
+    assert json.loads(page.evaluate("window.sent"))["messages"] == [{"role": "user", "content": "t8"}]
     assert len(tokens_shown(page)) <= 4
 
 
