@@ -199,6 +199,7 @@ class EngineWorker:
             self.on_failure()
         finally:
             for job in list(self._jobs.values()):
+                job.tell(FailedEvent(DflashError("ENGINE_STOPPED", "the engine has stopped")))
                 self._end(job, "abort")
             if self.core is not None:
                 self.core.close()

@@ -145,3 +145,16 @@ def test_a_failed_step_is_told_to_its_requests_and_the_server_lives(server: Serv
     assert refused.value.code == "logits_not_finite"
     assert idle(server)
     assert server.client().completions.create(model="tiny", prompt=[1], max_tokens=4).usage.completion_tokens == 4
+
+
+def test_an_engine_that_breaks_ends_the_server_and_tells_its_requests(start: Callable[..., Any], monkeypatch) -> None:
+    with start(canary=False) as server:
+        monkeypatch.setattr(server.state.worker.engine, "step", lambda: 1 / 0)
+
+        with pytest.raises(openai.InternalServerError) as refused:
+            server.client().completions.create(model="tiny", prompt=[1], max_tokens=4)
+        server.thread.join(20)
+
+    assert refused.value.code == "engine_stopped"
+    assert not server.thread.is_alive()
+    assert [type(error) for error in server.failure] == [ZeroDivisionError]
