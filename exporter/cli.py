@@ -4,7 +4,9 @@ exporter.combine.
 
 from __future__ import annotations
 
-import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -14,9 +16,12 @@ import typer
 from dflash_core.errors import ExitCode, UsageError
 
 from runtime.console import ByteProgress, human_bytes, print_json, run_command
+from runtime.entry import run_app
 
 export_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 combine_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+CAPABILITIES = (90,)
+MAX_RELEASE = 2**64 - 1
 
 
 class ComputeDType(StrEnum):
@@ -28,12 +33,12 @@ class ComputeDType(StrEnum):
 
 def export_main() -> None:
     """Entry point of `dflash-export`."""
-    export_app()
+    run_app(export_app)
 
 
 def combine_main() -> None:
     """Entry point of `dflash-combine`."""
-    combine_app()
+    run_app(combine_app)
 
 
 @export_app.command()
@@ -75,7 +80,8 @@ def export(
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the core; absent: that of CORE.")] = None,
     release: Annotated[
-        int, typer.Option("--release", min=0, help="Number of this build; grows with every published one.")
+        int, typer.Option("--release", min=0, max=MAX_RELEASE, help="Number of this build; grows with every "
+                                                                    "published one.")
     ] = 1,
     reuse_weights: Annotated[
         Path | None,
@@ -107,8 +113,9 @@ def export(
             missing = "--out" if out is None else "--key"
             raise UsageError("OPTION_MISSING", f"{missing} is needed to write a core", where=missing,
                              hint="give it, or pass --plan to write nothing")
-        from exporter.export import ExportRequest, plan_report
-        from exporter.export import export as export_core
+        with interrupts_held():
+            from exporter.export import ExportRequest, plan_report
+            from exporter.export import export as export_core
         from exporter.plan_report import print_plan
         from exporter.plan_rules import PrecisionSettings
         from runtime.keys import load_private_key
@@ -149,14 +156,26 @@ def export(
         print(f"{out}   {human_bytes(size)}   {core.digest}")
 
 
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Around an import of torch, whose native code aborts the process on Ctrl-C: that arrives when the import ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _capability(device: str) -> int | None:
     """The compute capability that `--device` names: 90 for cuda:sm_90, None for cpu."""
     if device == "cpu":
         return None
-    found = re.fullmatch(r"cuda:sm_(\d{2,3})", device)
-    if found is None:
-        raise UsageError("DEVICE", "no such device", where="--device", expected="cpu, or cuda:sm_90", got=device)
-    return int(found[1])
+    known = {f"cuda:sm_{capability}": capability for capability in CAPABILITIES}
+    if device not in known:
+        raise UsageError("DEVICE", "no core can be made for this device", where="--device",
+                         expected=" or ".join(["cpu", *known]), got=device,
+                         hint="leave --device out for a core that runs on any CPU")
+    return known[device]
 
 
 @combine_app.command()
@@ -173,7 +192,8 @@ def combine(
     ] = False,
     name: Annotated[str | None, typer.Option("--name", help="Name of the core; absent: that of --out.")] = None,
     release: Annotated[
-        int, typer.Option("--release", min=0, help="Number of this build; grows with every published one.")
+        int, typer.Option("--release", min=0, max=MAX_RELEASE, help="Number of this build; grows with every "
+                                                                    "published one.")
     ] = 1,
     force: Annotated[bool, typer.Option("--force", help="Replace the core if it exists.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
@@ -184,8 +204,9 @@ def combine(
             missing = "--out" if out is None else "--key"
             raise UsageError("OPTION_MISSING", f"{missing} is needed to write a core", where=missing,
                              hint="give it, or pass --explain without --out to write nothing")
-        from exporter.combine import CombineRequest, first_failure
-        from exporter.combine import combine as combine_cores
+        with interrupts_held():
+            from exporter.combine import CombineRequest, first_failure
+            from exporter.combine import combine as combine_cores
         from exporter.combine import explain as explain_rules
         from exporter.combine_report import print_rules, rules_document
         from runtime.cli import trust_path

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dflash_core.errors import PlanError
+from dflash_core.errors import PlanError, UsageError
 from dflash_core.formats import FORMATS, Format
 from dflash_core.v1 import manifest_pb2
 
@@ -130,15 +130,16 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     """
     watch = progress or Silent()
     check_output(request.out, force=request.force)
+    name = core_name(request)
     models = open_models(request, watch)
     plan = plan_models(models, request.settings)
     shape = serving_shape(models, plan, request)
     layout = layout_weights(weight_specs(models, plan, shape))
     recorded = record(models, plan, layout, shape, request)
-    gpu = _compile(recorded, request.capability, watch)
-    identity = _identity(models, plan, request, shape, watch)
     conversion = conversion_digest(layout, checkpoints(models))
     with staged(request.out, force=request.force, resumable=lambda left: is_resumable(left, conversion)) as staging:
+        gpu = _compile(recorded, request.capability, watch)
+        identity = _identity(models, plan, request, name, shape, watch)
         weights = (convert or _convert)(models, identity, layout, staging, watch)
         write_error_report(staging, weights)
         unsigned = write_core(staging, identity, weights, recorded, shape, gpu)
@@ -198,8 +199,9 @@ def serving_shape(models: OpenedModels, plan: PrecisionPlan, request: ExportRequ
     config, draft = models.target_config, models.draft
     context = request.max_context or min(config.max_position_embeddings, DEFAULT_CONTEXT)
     if context > config.max_position_embeddings:
-        raise PlanError("CONTEXT", "the target was not made for this context",
-                        expected=f"at most {config.max_position_embeddings}", got=context)
+        raise PlanError("CONTEXT", "the target was not made for this context", where="--max-context",
+                        expected=f"at most {config.max_position_embeddings}", got=context,
+                        hint="leave --max-context out for what the target was made for")
     depth = plan.recorded.depth
     candidates = dflash2.candidates(draft.config) if draft is not None and depth else 0
     chunk = CHUNK_TOKENS if request.capability is None else GPU_CHUNK_TOKENS
@@ -289,7 +291,20 @@ def _convert(models: OpenedModels, identity: CoreIdentity, layout: WeightLayout,
     return weights
 
 
-def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest, shape: ServingShape,
+def core_name(request: ExportRequest) -> str:
+    """The name that the core will carry, signed.
+
+    Raises:
+        UsageError: CORE_NAME; it would not show as it is.
+    """
+    name = request.core_name if request.core_name is not None else request.out.name.lower()
+    if not name.strip() or not name.isprintable():
+        raise UsageError("CORE_NAME", "a core cannot have this name", where="--name", got=ascii(name),
+                         expected="letters that show on a screen", hint="name it with --name, as in my-model.dflash2")
+    return name
+
+
+def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest, name: str, shape: ServingShape,
               watch: Progress) -> CoreIdentity:
     draft = models.draft if shape.depth else None
     total = identity_nbytes(models.target) + (identity_nbytes(draft.checkpoint) if draft else 0)
@@ -301,7 +316,7 @@ def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest,
     files = len(target.files) + (len(source.files) if source else 0)
     watch.done("identify", f"{files} checkpoint files   {_size(total)} hashed")
     return CoreIdentity(
-        core_name=request.core_name or request.out.name.lower(), release=request.release, target=target, draft=source,
+        core_name=name, release=request.release, target=target, draft=source,
         speculation=_speculation(draft.config, shape, plan.recorded) if draft else None,
         online_quantization=plan.recorded.online_quantization, online_mxfp8_scope=plan.recorded.online_mxfp8_scope,
         tuning_identity=plan.tuning_identity, arguments=_arguments(request))

@@ -17,6 +17,7 @@ from .cli_bench import register as register_bench
 from .cli_bench import verify_results
 from .cli_serve import register as register_serving
 from .console import ByteProgress, human_bytes, print_json, printable, report_error, run_command
+from .entry import run_app
 
 app = typer.Typer(
     help="Verify, inspect and run signed cores.", no_args_is_help=True, add_completion=False,
@@ -33,7 +34,7 @@ TrustOption = Annotated[
 
 def main() -> None:
     """Entry point of `dflash-run`."""
-    app()
+    run_app(app)
 
 
 def core_bytes(core: Path) -> int:

@@ -42,8 +42,12 @@ class CoreText:
         self.stop_token_ids = _stop_tokens(core)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, with whatever special tokens the tokenizer adds by itself."""
-        return list(self.tokenizer.encode(text).ids)
+        """Token ids of plain text, with whatever special tokens the tokenizer adds by itself.
+
+        Raises:
+            UsageError: TEXT; half of a surrogate pair, as bytes that are not UTF-8 become on a command line.
+        """
+        return self._ids(text, special=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.
@@ -51,14 +55,23 @@ class CoreText:
         Args:
             messages: mappings with "role" and "content".
         Raises:
-            UsageError: NO_CHAT_TEMPLATE, or CHAT_TEMPLATE when the template refuses the messages.
+            UsageError: NO_CHAT_TEMPLATE, CHAT_TEMPLATE when the template refuses the messages, or TEXT.
         """
-        return list(self.tokenizer.encode(self.render_chat(messages), add_special_tokens=False).ids)
+        return self._ids(self.render_chat(messages), special=False)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise UsageError("TEXT", "the text is not Unicode", where=f"character {e.start}", expected="UTF-8",
+                             got=ascii(text[e.start]), hint="convert the text to UTF-8") from e
+        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation as the model's chat template spells it."""
         if self._template is None:
-            raise UsageError("NO_CHAT_TEMPLATE", "the model has no chat template", hint="leave out --chat")
+            raise UsageError("NO_CHAT_TEMPLATE", "the model has no chat template", where="chat_template in the core",
+                             hint="leave out --chat")
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
