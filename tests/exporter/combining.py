@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+from dflash_core.errors import DflashError
 from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest, RebuildSpeculation
 from typer.testing import CliRunner, Result
 
@@ -89,3 +92,14 @@ def precision(method: str | None = "dflash2", depth: int = 7, online: str | None
                 method=method, draft_depth=depth, block_size=8, draft_body_quantization=body,
                 draft=ModelIdentity(repository="toy/draft", revision="1" * 40, architecture="Draft")))
     return edit
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
+            for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def refusal(bench: Bench, *names: str) -> DflashError:
+    with pytest.raises(DflashError) as caught:
+        bench.combine(*names)
+    return caught.value
