@@ -51,9 +51,10 @@ class Cache:
             export(self.request(self.folder / name, settings, draft=draft), self.signer.key)
         return self.folder / name
 
-    def edited(self, to: Path, edit: Callable[[RebuildManifest], object]) -> Path:
-        """The BF16 core with another manifest, signed."""
-        shutil.copytree(self.core(), to)
+    def edited(self, to: Path, edit: Callable[[RebuildManifest], object],
+               settings: PrecisionSettings = PLAIN) -> Path:
+        """A core with another manifest, signed."""
+        shutil.copytree(self.core(settings), to)
         manifest = RebuildManifest.FromString((to / "manifest.pb").read_bytes())
         edit(manifest)
         (to / "manifest.pb").write_bytes(manifest.SerializeToString(deterministic=True))
@@ -211,6 +212,53 @@ def test_refuses_a_core_that_was_converted_in_another_way(
 
     assert (caught.value.code, caught.value.expected, caught.value.got) == (code, expected, got)
     assert list(tmp_path.iterdir()) == []
+
+
+def online(value: str | None, scope: str | None) -> Callable[[RebuildManifest], object]:
+    """What a manifest records about the target's conversion; None: the field is absent."""
+    def edit(manifest: RebuildManifest) -> None:
+        for name, text in (("online_quantization", value), ("online_mxfp8_scope", scope)):
+            manifest.ClearField(name)
+            if text is not None:
+                setattr(manifest, name, text)
+    return edit
+
+
+def speculation(field: str, value: Any) -> Callable[[RebuildManifest], object]:
+    return lambda m: setattr(m.speculation, field, value)
+
+
+@pytest.mark.parametrize(("cached", "edit", "wanted", "draft", "code"), [
+    pytest.param(ALL, online("mxfp8", None), ALL, True, None, id="scope-absent"),
+    pytest.param(ALL, online("mxfp8", ""), ALL, True, None, id="scope-empty"),
+    pytest.param(ALL, online("mxfp8", None), ALL_BODY, True, None, id="scope-absent-and-body-asked-for"),
+    pytest.param(ALL, online("mxfp8", "router"), ALL, True, "REUSE_TARGET_FORMAT", id="scope-unknown"),
+    pytest.param(ALL, online("mxfp8", "kda-input"), ALL, True, "REUSE_TARGET_FORMAT", id="scope-kda-input"),
+    pytest.param(ALL, online("mxfp4", "all"), ALL, True, "REUSE_TARGET_FORMAT", id="format-unknown"),
+    pytest.param(PLAIN, online(None, "all"), PLAIN, True, None, id="scope-is-inert-when-off"),
+    pytest.param(ALL, speculation("draft_body_quantization", ""), ALL_BODY, True, None, id="body-empty"),
+    pytest.param(ALL, speculation("draft_body_quantization", "mxfp6"), ALL, True, "REUSE_DRAFT_BODY",
+                 id="body-unknown"),
+    pytest.param(ALL, speculation("draft_body_quantization", "mxfp6"), ALL, False, None,
+                 id="body-unknown-and-target-only"),
+    pytest.param(ALL, speculation("method", "dspark"), ALL, True, "REUSE_DRAFT_BODY", id="dspark-inherits-nothing"),
+    pytest.param(ALL, speculation("method", "dspark"), ALL, False, None, id="dspark-and-target-only"),
+    pytest.param(ALL, speculation("draft_depth", 0), ALL, True, None, id="depth-0-takes-no-part"),
+])
+def test_a_core_is_taken_by_what_it_recorded_means(
+    cache: Cache, tmp_path: Path, cached: PrecisionSettings, edit: Callable[[RebuildManifest], object],
+    wanted: PrecisionSettings, draft: bool, code: str | None,
+) -> None:
+    core = cache.edited(tmp_path / "cached", edit, cached)
+    request = cache.request(tmp_path / "out", wanted, draft=draft)
+
+    if code is None:
+        assert cache.reuse(core, request).misses == ()
+        assert files(tmp_path / "out") == files(cache.core(wanted, draft=draft))
+        return
+    with pytest.raises(CompatibilityError) as caught:
+        cache.reuse(core, request)
+    assert caught.value.code == code
 
 
 def test_the_target_format_counts_without_a_draft_too(cache: Cache, tmp_path: Path) -> None:
