@@ -199,8 +199,8 @@ class EngineWorker:
             self.on_failure()
         finally:
             for job in list(self._jobs.values()):
-                job.tell(FailedEvent(DflashError("ENGINE_STOPPED", "the engine has stopped")))
                 self._end(job, "abort")
+                job.tell(FailedEvent(DflashError("ENGINE_STOPPED", "the engine has stopped")))
             if self.core is not None:
                 self.core.close()
 
@@ -243,8 +243,8 @@ class EngineWorker:
             _log.exception("a step failed; its requests are given up")
             for sequence, job in list(self._jobs.items()):
                 engine.abort(sequence)
-                job.tell(FailedEvent(e))
                 self._end(job, "error")
+                job.tell(FailedEvent(e))
             return
         now = time.perf_counter()
         for job in self._jobs.values():
@@ -257,9 +257,9 @@ class EngineWorker:
             job.first_token = job.first_token or now
             job.last_token = now
             reason = output.sequence.finish_reason
-            job.tell(StepEvent(output.record, engine.times, reason))
             if reason is not None:
                 self._end(job, reason.value)
+            job.tell(StepEvent(output.record, engine.times, reason))
         for observer in self._observers:
             observer.engine_stepped(engine)
 

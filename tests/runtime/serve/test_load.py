@@ -17,6 +17,8 @@ import pytest
 
 from tests.served_core import Server
 
+ABORTED = 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}'
+
 
 def wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
@@ -55,7 +57,7 @@ def test_company_in_the_batch_changes_neither_text_nor_logprobs(server: Server) 
 
 def test_client_that_hangs_up_in_a_stream_frees_its_slot_and_pages(server: Server) -> None:
     wait_until(lambda: idle(server))
-    free = pages_free(server)
+    free, aborted = pages_free(server), counted(server, ABORTED)
     stream = server.client(strict=False).completions.create(
         model="tiny", prompt=[1], max_tokens=250, temperature=0, stream=True, extra_body={"ignore_eos": True})
     next(iter(stream))
@@ -67,6 +69,7 @@ def test_client_that_hangs_up_in_a_stream_frees_its_slot_and_pages(server: Serve
     assert held < free
     assert pages_free(server) == free
     assert server.state.worker.engine.idle
+    assert counted(server, ABORTED) == aborted + 1
 
 
 def test_client_that_hangs_up_before_the_answer_frees_its_slot(server: Server) -> None:
@@ -74,7 +77,7 @@ def test_client_that_hangs_up_before_the_answer_frees_its_slot(server: Server) -
     body = json.dumps({"model": "tiny", "prompt": [1], "max_tokens": 250, "temperature": 0,
                        "ignore_eos": True}).encode()
     host, port = server.url.removeprefix("http://").split(":")
-    aborted = counted(server, 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}')
+    aborted = counted(server, ABORTED)
 
     with socket.create_connection((host, int(port))) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -82,8 +85,7 @@ def test_client_that_hangs_up_before_the_answer_frees_its_slot(server: Server) -
         wait_until(lambda: not idle(server))
 
     wait_until(lambda: idle(server))
-    after = counted(server, 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}')
-    assert after == aborted + 1
+    assert counted(server, ABORTED) == aborted + 1
 
 
 def counted(server: Server, series: str) -> float:
