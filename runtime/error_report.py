@@ -82,9 +82,12 @@ def errors_of(core: VerifiedCore) -> tuple[WeightErrors, ...]:
 
 
 def reported_in(files: Mapping[str, bytes]) -> tuple[WeightErrors, ...]:
-    """The error reports among a core's small files, by their names in it; errors as of `read_errors`."""
+    """The error reports among a core's small files, by their names in it; errors as of `read_errors`.
+
+    A combined core has the reports of all its components; a weight that they share is listed once.
+    """
     reports = (files[name] for name in sorted(files) if files[name].startswith(_MARK))
-    return tuple(entry for report in reports for entry in _parse(report))
+    return tuple(dict.fromkeys(entry for report in reports for entry in _parse(report)))
 
 
 def worst_first(errors: Iterable[WeightErrors]) -> list[WeightErrors]:

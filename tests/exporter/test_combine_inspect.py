@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ from dflash_core.v1.manifest_pb2 import RebuildManifest
 from typer.testing import CliRunner, Result
 
 from runtime.cli import app
+from tests.edit_core import add_file
 from tests.exporter.combining import Bench, precision
+from tests.toy_core import ToyCore
 
 
 def inspect(core: Path, *options: str) -> Result:
     return CliRunner().invoke(app, ["inspect", str(core), *options])
+
+
+def _add_config(toy: ToyCore, name: str, data: bytes, manifest: RebuildManifest) -> None:
+    add_file(toy, manifest, "config", name, data)
 
 
 def test_inspect_shows_what_each_component_recorded_and_what_it_means(tmp_path: Path) -> None:
@@ -113,6 +120,22 @@ def test_an_exported_core_has_no_components(tmp_path: Path) -> None:
 
     assert json.loads(inspect(core, "--json").stdout)["components"] == []
     assert "component" not in inspect(core).stdout
+
+
+def test_a_weight_that_components_share_has_one_line_among_the_errors(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    shared = {"name": "target.qkv", "format": "mxfp8", "num_weights": 64, "sqnr_db": 31.5, "max_abs": 0.01,
+              "max_rel": 1.0, "saturated": 0.0, "zero_blocks": 2}
+    for name, weights in (("a", [shared]), ("b", [{**shared, "name": "draft.fc", "sqnr_db": 30.0}, shared])):
+        toy = bench.toy(name)
+        report = json.dumps({"kind": "dflash-conversion-errors/1", "weights": weights}, separators=(",", ":")).encode()
+        entry = f"config/{hashlib.sha256(report).hexdigest()}"
+        toy.edit_manifest(partial(_add_config, toy, entry, report))
+    bench.combine("a", "b")
+
+    shown = json.loads(inspect(tmp_path / "out", "--errors", "--json").stdout)["weights"]
+
+    assert [row["name"] for row in shown] == ["draft.fc", "target.qkv"]
 
 
 def test_a_component_cannot_steer_the_terminal(tmp_path: Path) -> None:
