@@ -159,11 +159,14 @@ def export(
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Around an import of torch, whose native code aborts the process on Ctrl-C: that arrives when the import ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    for number in came[:1]:
+        signal.raise_signal(number)
 
 
 def _capability(device: str) -> int | None:

@@ -275,7 +275,7 @@ def test_ctrl_c_during_an_import_waits_for_its_end() -> None:
     imported = False
 
     with pytest.raises(KeyboardInterrupt), interrupts_held():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         imported = True
 
     assert imported
