@@ -361,18 +361,20 @@ def test_a_command_line_that_does_not_parse_gives_a_document(command: Callable[[
 
 
 STDOUT = [
-    pytest.param(("inspect", "CORE"), id="document"),
-    pytest.param(("inspect", "nowhere"), id="error"),
+    pytest.param(("inspect", "CORE"), "1", id="document"),
+    pytest.param(("inspect", "nowhere"), "1", id="error"),
+    pytest.param(("inspect", "nowhere"), "", id="error-when-buffered"),
 ]
 
 
-@pytest.mark.parametrize("arguments", STDOUT)
-def test_a_full_disk_behind_stdout_is_said_on_stderr(shop: Shop, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("arguments", "unbuffered"), STDOUT)
+def test_a_full_disk_behind_stdout_is_said_on_stderr(shop: Shop, arguments: tuple[str, ...], unbuffered: str) -> None:
     line = [str(shop.core) if argument == "CORE" else argument for argument in arguments]
 
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([sys.executable, "-c", "from runtime.cli import main; main()", *line, "--json"],
-                               stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+                               env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, stdout=full,
+                               stderr=subprocess.PIPE, text=True, check=False)
 
     assert (ended.returncode, ended.stderr.splitlines()) == (6, [
         "error: the document cannot be written: No space left on device", "   at: stdout",
