@@ -152,6 +152,7 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
 
 def plan_report(request: ExportRequest, progress: Progress | None = None) -> PlanReport:
     """What `export` would do with this request; nothing is converted or written. Raises as `export` does."""
+    core_name(request)
     target = open_checkpoint(request.target)
     family = planned_only(target, request.recipe)
     if family is not None:

@@ -159,6 +159,7 @@ OPTIONS = [
     pytest.param(("--name", "two\nlines"), 2, "CORE_NAME", id="name-with-a-line-break"),
     pytest.param(("--name", "bad\udcff"), 2, "CORE_NAME", id="name-that-is-not-utf-8"),
     pytest.param(("--name", " "), 2, "CORE_NAME", id="name-empty"),
+    pytest.param(("--name", " ", "--plan"), 2, "CORE_NAME", id="name-empty-in-a-plan"),
 ]
 
 
