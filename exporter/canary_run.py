@@ -7,6 +7,9 @@ the conversion, and are gone when the canary is done.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -41,8 +44,22 @@ def record_apart(path: Path, reference: Path | None) -> bytes:
         QualityError: CANARY_TOKENS, CANARY_PROPOSALS or CANARY_ACCEPTANCE; the core does not do what `reference` says.
         CheckpointError: CANARY_REFERENCE; the reference cannot be read.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_follow_parent) as pool:
         return pool.submit(_record, path, reference).result()
+
+
+def _follow_parent() -> None:
+    """End with the exporter however it ends, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True, name="dflash-parent").start()
 
 
 def _record(path: Path, reference: Path | None) -> bytes:
@@ -50,7 +67,7 @@ def _record(path: Path, reference: Path | None) -> bytes:
     try:
         core = instantiate(map_sections(check(verified, query_device("cpu"))))
         if reference is not None:
-            replay(core, _read(reference))
+            replay(core, read_reference(reference))
         return record(core, prompt_set(core), _new_tokens(core)).to_bytes()
     finally:
         verified.close()
@@ -96,10 +113,11 @@ def _opened(path: Path) -> VerifiedCore:
         _entries=entries, _by_digest={entry.ref.digest: entry for entry in entries.values()})
 
 
-def _read(reference: Path) -> Canary:
+def read_reference(reference: Path) -> Canary:
+    """An earlier canary, as stored in a core's golden/. Raises CheckpointError CANARY_REFERENCE."""
     try:
         data = reference.read_bytes()
     except OSError as e:
         raise CheckpointError("CANARY_REFERENCE", f"cannot read the canary: {e.strerror}",
-                              where=str(reference)) from e
+                              where=str(reference), hint="name a file of a core's golden/ folder") from e
     return parse(data, str(reference))

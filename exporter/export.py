@@ -13,6 +13,7 @@ from dflash_core.formats import FORMATS, Format
 from dflash_core.v1 import manifest_pb2
 
 from exporter.canary import add_canary
+from exporter.canary_run import read_reference
 from exporter.capture.target import GpuTarget
 from exporter.checkpoint import Checkpoint, hash_files, identity_nbytes, open_checkpoint
 from exporter.convert.journal import conversion_digest, is_resumable
@@ -131,6 +132,8 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     watch = progress or Silent()
     check_output(request.out, force=request.force)
     name = core_name(request)
+    if request.canary_reference is not None:
+        read_reference(request.canary_reference)
     models = open_models(request, watch)
     plan = plan_models(models, request.settings)
     shape = serving_shape(models, plan, request)

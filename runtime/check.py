@@ -31,7 +31,8 @@ def query_device(name: str = CPU) -> Device:
         CompatibilityError: DEVICE_UNKNOWN; this runtime drives no such device.
     """
     if name != CPU:
-        raise CompatibilityError("DEVICE_UNKNOWN", "this runtime drives CPU cores only", expected=CPU, got=name)
+        raise CompatibilityError("DEVICE_UNKNOWN", "this is no device of this machine's processor", where="device",
+                                 expected=CPU, got=name, hint="a GPU is asked for as cuda or cuda:N")
     return Device(name=CPU, driver=None, free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 

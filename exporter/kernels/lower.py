@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dflash_core.errors import CaptureError
+from dflash_core.errors import CaptureError, PlanError
 from dflash_core.formats import Format
 
 from exporter.kernels import accept, candidates, conv, rows, sampling, selector
@@ -320,8 +320,8 @@ def _rope(call: OpCall) -> Launch:
     heads = 0 if context else call.number("heads")
     kv_heads, head_dim = call.number("kv_heads"), call.number("head_dim")
     if head_dim & (head_dim - 1):
-        raise CaptureError("GPU_HEAD_DIM", "GPU kernels need a head size that is a power of two", where=call.label,
-                           got=head_dim)
+        raise PlanError("GPU_HEAD_DIM", "GPU kernels need a head size that is a power of two", where=call.label,
+                        expected="16, 32, 64, 128 …", got=head_dim, hint="export for --device cpu")
     constants: dict[str, int | float | None] = {
         "HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "ROTARY": call.number("rotary_dims"),
         "EPS": call.real("eps") if "eps" in call.scalars else 0.0,
