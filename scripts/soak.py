@@ -257,6 +257,7 @@ def main() -> None:
     arguments = parser.parse_args()
     make_core(arguments.core)
     child, url = start(arguments.core, arguments.trust, arguments.waiting)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     try:
         report = asyncio.run(run(arguments, child, url))
     finally:

@@ -27,10 +27,11 @@ from runtime.core import Core
 from runtime.engine import Engine, FinishReason, Request, Sequence, StepRecord, StepTimes
 
 _log = logging.getLogger(__name__)
+MAX_RETRY_AFTER_S = 30
 
 
 class QueueFullError(Exception):
-    """No more requests may wait; `retry_after_s` is when one may be done."""
+    """No more requests may wait; `retry_after_s` is about how long a request now takes, its own waiting included."""
 
     def __init__(self, retry_after_s: int) -> None:
         super().__init__(f"try again in {retry_after_s} s")
@@ -174,7 +175,7 @@ class EngineWorker:
         engine.check(prompt, request)
         with self._lock:
             if self._unfinished >= engine.max_batch + self._max_waiting:
-                raise QueueFullError(max(1, round(self._mean_s * self._unfinished / engine.max_batch)))
+                raise QueueFullError(min(MAX_RETRY_AFTER_S, max(1, round(self._mean_s))))
             self._unfinished += 1
         job = Job(request_id, tuple(prompt), request, asyncio.get_running_loop(), arrived=time.perf_counter())
         self._commands.put(("add", job, ""))
