@@ -180,8 +180,8 @@ async def client(number: int, url: str, work: list[dict[str, Any]], solo: dict[s
                         report.errors.append(f"a malformed body was answered with {answer.status_code}")
                     continue
                 if draw < MALFORMED + HANG_UP:
-                    await streamed(http, {**body, "max_tokens": 64}, report, rng.randrange(2))
-                    report.hung_up += 1
+                    if await streamed(http, {**body, "max_tokens": 64}, report, rng.randrange(2)) is not None:
+                        report.hung_up += 1
                     continue
                 text = None
                 while text is None:
