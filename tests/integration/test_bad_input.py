@@ -257,6 +257,15 @@ def test_export_that_runs_out_of_space_leaves_nothing(shop: Shop, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def heard_interrupts() -> Iterator[None]:
+    """SIGINT raises, also where the tests were started in the background and inherit it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 def test_ctrl_c_ends_an_export_with_130_and_leaves_nothing(shop: Shop, tmp_path: Path,
                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: object) -> None:
@@ -272,6 +281,7 @@ def test_ctrl_c_ends_an_export_with_130_and_leaves_nothing(shop: Shop, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("heard_interrupts")
 def test_ctrl_c_during_an_import_waits_for_its_end() -> None:
     imported = False
 
