@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from dflash_core.compat import CPU, Device, Requirement, requirements, select_target, unmet
 from dflash_core.errors import CompatibilityError, FormatError, ResourceError
@@ -33,7 +34,23 @@ def query_device(name: str = CPU) -> Device:
     if name != CPU:
         raise CompatibilityError("DEVICE_UNKNOWN", "this is no device of this machine's processor", where="device",
                                  expected=CPU, got=name, hint="a GPU is asked for as cuda or cuda:N")
-    return Device(name=CPU, driver=None, free_bytes=os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return Device(name=CPU, driver=None, free_bytes=available_bytes())
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that can be allocated without swapping: free memory and the page cache that the kernel gives back.
+
+    Linux counts them as MemAvailable; elsewhere only the free pages are known.
+    """
+    try:
+        lines = meminfo.read_text("ascii").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check(verified: VerifiedCore, device: Device) -> CheckedCore:
