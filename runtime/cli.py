@@ -15,6 +15,7 @@ from dflash_core.errors import DflashError, ExitCode
 
 from .cli_bench import register as register_bench
 from .cli_bench import verify_results
+from .cli_options import DeviceOption, JsonOption, NoSpeculationOption, TrustOption
 from .cli_serve import register as register_serving
 from .console import ByteProgress, human_bytes, print_json, printable, report_error, run_command
 from .entry import run_app
@@ -25,11 +26,6 @@ app = typer.Typer(
 )
 
 CoreArgument = Annotated[Path, typer.Argument(metavar="CORE", help="Directory of the core, or its archive.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-TrustOption = Annotated[
-    Path | None,
-    typer.Option("--trust", metavar="TRUST", help="Trust file; without it ~/.config/dflash/trust.json."),
-]
 
 
 def main() -> None:
@@ -331,8 +327,8 @@ def generate(
     top_p: Annotated[float, typer.Option("--top-p", help="Probability mass that is kept.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Most likely tokens that are kept; 0: all.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of every draw.")] = 0,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode without the draft.")] = False,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
+    no_speculation: NoSpeculationOption = False,
+    device: DeviceOption = "cpu",
     json_output: JsonOption = False,
 ) -> None:
     """Continue a prompt; text goes to stdout as it comes."""

@@ -11,6 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from dflash_core.errors import UsageError
 
+from .cli_options import (
+    DeviceOption,
+    DraftBodyOption,
+    DraftHeadOption,
+    DraftOption,
+    JsonOption,
+    NoSpeculationOption,
+    ScopeOption,
+    TrustOption,
+)
 from .console import print_json, printable, run_command, stage_line
 
 if TYPE_CHECKING:
@@ -38,10 +48,7 @@ def bench(
     cores: Annotated[
         list[Path], typer.Argument(metavar="CORE...", help="A core or a checkpoint; two cores to compare.")
     ],
-    trust: Annotated[
-        Path | None,
-        typer.Option("--trust", metavar="TRUST", help="Trust file; without it ~/.config/dflash/trust.json."),
-    ] = None,
+    trust: TrustOption = None,
     scenario: Annotated[
         list[str] | None,
         typer.Option("--scenario", metavar="NAME", help="c1, c4, cN, prefill or startup; repeat for several."),
@@ -54,8 +61,8 @@ def bench(
         int, typer.Option("--prefill-tokens", min=1, metavar="N", help="Length of the prefill scenario's prompts.")
     ] = 32768,
     seed: Annotated[int, typer.Option("--seed", help="Of synthetic prompts and of the bootstrap.")] = 0,
-    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode without the draft.")] = False,
+    device: DeviceOption = "cpu",
+    no_speculation: NoSpeculationOption = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Measure two cores on the same prompts, interleaved A B B A.")
     ] = False,
@@ -65,19 +72,11 @@ def bench(
     sign: Annotated[
         Path | None, typer.Option("--sign", metavar="KEY", help="Sign the result with this private key.")
     ] = None,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="DRAFT", help="For a checkpoint: folder of its draft.")
-    ] = None,
-    scope: Annotated[
-        str | None, typer.Option("--online-mxfp8-scope", help="For a checkpoint: as dflash-export.")
-    ] = None,
-    draft_body: Annotated[
-        str | None, typer.Option("--draft-body-quantization", help="For a checkpoint: as dflash-export.")
-    ] = None,
-    draft_head: Annotated[
-        str | None, typer.Option("--draft-head-quantization", help="For a checkpoint: as dflash-export.")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")] = False,
+    draft: DraftOption = None,
+    scope: ScopeOption = None,
+    draft_body: DraftBodyOption = None,
+    draft_head: DraftHeadOption = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Measure a core: raw samples and summaries that anyone can recompute."""
     with run_command(json_output):

@@ -1,4 +1,4 @@
-"""The commands of `dflash-run` that serve a core and measure one; `runtime.cli` adds them to its own."""
+"""The commands of `dflash-run` that serve a core; `runtime.cli` adds them to its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from dflash_core.errors import ExitCode, UsageError
 
+from .cli_options import (
+    DeviceOption,
+    DraftBodyOption,
+    DraftHeadOption,
+    DraftOption,
+    JsonOption,
+    ScopeOption,
+    TrustOption,
+)
 from .console import human_bytes, print_json, printable, run_command, stage_line
 
 if TYPE_CHECKING:
@@ -20,14 +29,6 @@ def register(app: typer.Typer) -> None:
     """Add debug-serve and replay-requests to an app."""
     app.command("debug-serve")(debug_serve)
     app.command("replay-requests")(replay_requests)
-
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-TrustOption = Annotated[
-    Path | None,
-    typer.Option("--trust", metavar="TRUST", help="Trust file; without it ~/.config/dflash/trust.json."),
-]
-DeviceOption = Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.")]
 
 
 def debug_serve(
@@ -48,18 +49,10 @@ def debug_serve(
     record: Annotated[
         Path | None, typer.Option("--record", metavar="DIR", help="Keep every step of every request here.")
     ] = None,
-    draft: Annotated[
-        Path | None, typer.Option("--draft", metavar="DRAFT", help="For a checkpoint: folder of its draft.")
-    ] = None,
-    scope: Annotated[
-        str | None, typer.Option("--online-mxfp8-scope", help="For a checkpoint: as dflash-export.")
-    ] = None,
-    draft_body: Annotated[
-        str | None, typer.Option("--draft-body-quantization", help="For a checkpoint: as dflash-export.")
-    ] = None,
-    draft_head: Annotated[
-        str | None, typer.Option("--draft-head-quantization", help="For a checkpoint: as dflash-export.")
-    ] = None,
+    draft: DraftOption = None,
+    scope: ScopeOption = None,
+    draft_body: DraftBodyOption = None,
+    draft_head: DraftHeadOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Serve a core over OpenAI's API, with a page that shows what its draft gets accepted."""
