@@ -102,7 +102,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not has_index and not has_single:
         _refuse_other_weights(path)
     if not (path / CONFIG_NAME).is_file():
-        raise CheckpointError("CONFIG_MISSING", f"checkpoint has no {CONFIG_NAME}", where=str(path))
+        raise CheckpointError("CONFIG_MISSING", f"checkpoint has no {CONFIG_NAME}", where=str(path),
+                              hint="download the model again with its JSON files, or pass the folder that holds them")
     if not has_index and not has_single:
         raise _weights_missing(path)
     config_bytes = _read_file(path / CONFIG_NAME)
@@ -196,7 +197,8 @@ def identity_nbytes(checkpoint: Checkpoint) -> int:
 
 def _check_folder(path: Path) -> None:
     if not path.exists():
-        raise CheckpointError("CHECKPOINT_MISSING", "checkpoint folder does not exist", where=str(path))
+        raise CheckpointError("CHECKPOINT_MISSING", "checkpoint folder does not exist", where=str(path),
+                              hint="pass the folder of a model downloaded from Hugging Face")
     if path.is_dir():
         return
     with _opened(path) as fd:
@@ -208,6 +210,7 @@ def _check_folder(path: Path) -> None:
     raise CheckpointError(
         "CHECKPOINT_NOT_FOLDER", "checkpoint is a file", where=str(path),
         expected=f"a folder with {CONFIG_NAME} and safetensors files",
+        hint="pass the folder that holds the file",
     )
 
 
@@ -247,12 +250,14 @@ def _read_weight_map(index_path: Path) -> dict[str, str]:
         raise CheckpointError(
             "INDEX_INVALID", "index has no usable weight_map", where=where,
             expected="an object from tensor name to shard name",
+            hint="download the index again",
         )
     for shard in sorted(set(weight_map.values())):
         if not shard.endswith(".safetensors") or "/" in shard or "\\" in shard or "\0" in shard:
             raise CheckpointError(
                 "INDEX_SHARD_PATH", "index names a shard outside the checkpoint folder", where=where,
                 expected="the name of a .safetensors file in the folder itself", got=repr(shard),
+                hint="download the index again; this one may be hostile",
             )
     return weight_map
 
@@ -276,6 +281,7 @@ def _read_shards(path: Path, names: Sequence[str]) -> tuple[tuple[Shard, ...], l
                 raise CheckpointError(
                     "TENSOR_DUPLICATE", "two shards hold the same tensor", where=entry.name,
                     got=f"{entries[entry.name].shard} and {name}",
+                    hint="remove the shard that is not of this checkpoint",
                 )
             entries[entry.name] = entry
     return tuple(shards), list(entries.values())
@@ -300,6 +306,7 @@ def _read_elements(
         raise CheckpointError(
             "TENSOR_DTYPE", "tensor has a packed dtype that is not read",
             where=f"{entry.name} in {entry.shard}", expected=f"one of {' '.join(TORCH_DTYPES)}", got=entry.dtype,
+            hint="use a checkpoint published in bf16, f16 or f32",
         )
     if prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
@@ -358,7 +365,8 @@ def _opened(path: Path) -> Iterator[int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as cause:
-        raise CheckpointError("FILE_VANISHED", "file vanished after it was opened", where=str(path)) from cause
+        raise CheckpointError("FILE_VANISHED", "file vanished after it was opened", where=str(path),
+                              hint="leave the checkpoint alone during an export, and start it again") from cause
     except OSError as cause:
         raise _unreadable(path, cause) from cause
     try:
@@ -375,7 +383,8 @@ def _read_file(path: Path) -> bytes:
 
 
 def _unreadable(path: Path, cause: OSError) -> CheckpointError:
-    return CheckpointError("FILE_UNREADABLE", f"file cannot be read ({cause.strerror})", where=str(path))
+    return CheckpointError("FILE_UNREADABLE", f"file cannot be read ({cause.strerror})", where=str(path),
+                           hint="check the file's permissions and the disk")
 
 
 def _listed(names: Sequence[str], limit: int = 8) -> str:

@@ -34,6 +34,7 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
         raise CheckpointError(
             "JSON_NOT_OBJECT", "JSON file does not hold an object", where=where, expected="{…}",
             got=type(value).__name__,
+            hint="download the file again",
         )
     return value
 

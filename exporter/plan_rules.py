@@ -137,7 +137,8 @@ def _depth(settings: PrecisionSettings, draft: DraftFacts | None) -> int:
         return most
     if not 0 <= asked <= most:
         raise PlanError("DEPTH_RANGE", "draft cannot propose this many tokens", where=DEPTH_FLAG,
-                        expected=f"0 to {most}, one less than its block", got=asked)
+                        expected=f"0 to {most}, one less than its block", got=asked,
+                        hint="leave the option out for the draft's own depth")
     return asked
 
 
@@ -159,7 +160,8 @@ def _check_body(asked: str, recipe: Recipe, draft: DraftFacts | None, depth: int
         raise undeclared_body(recipe, where)
     if asked not in declared:
         raise PlanError("BODY_FORMAT", "draft body cannot be stored in this format", where=BODY_FLAG,
-                        expected=" or ".join(declared), got=repr(asked))
+                        expected=" or ".join(declared), got=repr(asked),
+                        hint="give one of the formats named, or leave the option out")
     if draft.has_own_quantization:
         raise own_quantization(where)
 
@@ -178,7 +180,8 @@ def _check_head(asked: str, recipe: Recipe, draft: DraftFacts | None, depth: int
                         where=where, expected=_declared(recipe), hint=f"leave {HEAD_FLAG} out")
     if asked not in declared:
         raise PlanError("HEAD_FORMAT", "proposal head cannot be stored in this format", where=HEAD_FLAG,
-                        expected=" or ".join(declared), got=repr(asked))
+                        expected=" or ".join(declared), got=repr(asked),
+                        hint="give one of the formats named, or leave the option out")
 
 
 def _declared(recipe: Recipe) -> str:

@@ -112,7 +112,8 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
         text_format.Parse(text, message)
     except text_format.ParseError as cause:
         raise RecipeError("RECIPE_SYNTAX", f"recipe is malformed ({cause})", where=where,
-                          expected="protobuf text of dflash.core.v1.Recipe") from cause
+                          expected="protobuf text of dflash.core.v1.Recipe",
+                          hint="compare with the recipes in manifests/recipes") from cause
     recipe = _recipe(message, where)
     _check(recipe, where)
     return recipe
@@ -137,7 +138,8 @@ def _read(name_or_path: str | Path) -> tuple[str, str]:
         try:
             return path.read_text("utf-8"), str(path)
         except (OSError, UnicodeDecodeError) as cause:
-            raise RecipeError("RECIPE_UNKNOWN", "recipe cannot be read", where=str(path)) from cause
+            raise RecipeError("RECIPE_UNKNOWN", "recipe cannot be read", where=str(path),
+                              hint="give a name of manifests/recipes or a readable .txtpb file") from cause
     known = known_recipes()
     if str(name_or_path) not in known:
         raise RecipeError("RECIPE_UNKNOWN", "there is no recipe of that name", expected=f"one of {', '.join(known)}",

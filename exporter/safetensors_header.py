@@ -112,6 +112,7 @@ def _entry(name: str, value: Any, shard: str, data_start: int) -> TensorEntry:
         raise CheckpointError(
             "TENSOR_DTYPE", "unknown dtype in the safetensors header", where=where,
             expected=f"one of {' '.join(DTYPE_BITS)}", got=_short(dtype),
+            hint="download the shard again, or use a checkpoint in bf16, f16 or f32",
         )
     begin, end = offsets
     bits = DTYPE_BITS[dtype] * prod(shape)
@@ -137,6 +138,7 @@ def _check_tiling(entries: list[TensorEntry], data_start: int, file_nbytes: int,
             raise CheckpointError(
                 "TENSOR_OFFSETS", what, where=f"{entry.name} in {shard}",
                 expected=f"data at byte {end - data_start}", got=entry.offset - data_start,
+                hint="download the shard again",
             )
         end += entry.nbytes
     if end > file_nbytes:
@@ -145,6 +147,7 @@ def _check_tiling(entries: list[TensorEntry], data_start: int, file_nbytes: int,
         raise CheckpointError(
             "SHARD_TRAILING_BYTES", "shard goes on after its last tensor", where=shard,
             expected=f"{end} bytes", got=file_nbytes,
+            hint="download the shard again",
         )
 
 
@@ -157,7 +160,8 @@ def _truncated(shard: str, expected: str, file_nbytes: int) -> CheckpointError:
 
 def _invalid(where: str, expected: str, got: Any) -> CheckpointError:
     return CheckpointError(
-        "HEADER_INVALID", "safetensors header breaks the format", where=where, expected=expected, got=_short(got)
+        "HEADER_INVALID", "safetensors header breaks the format", where=where, expected=expected, got=_short(got),
+        hint="download the shard again",
     )
 
 

@@ -152,7 +152,8 @@ def writing(path: Path) -> Iterator[None]:
         if cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ResourceError("NOT_WRITABLE", "weights may not be written here", where=str(path),
                                 hint="choose a folder that you may write to") from cause
-        raise ResourceError("WRITE_FAILED", f"weights cannot be written ({cause.strerror})", where=str(path)) from cause
+        raise ResourceError("WRITE_FAILED", f"weights cannot be written ({cause.strerror})", where=str(path),
+                            hint="free space on the disk, or choose another --out") from cause
 
 
 def _sync_folder(folder: Path) -> None:

@@ -108,6 +108,7 @@ def _check_shapes(spec: WeightSpec, shapes: list[tuple[int, ...]]) -> None:
             "WEIGHT_SHAPE", "checkpoint tensors do not make up the stored weight",
             where=f"{spec.name} from {', '.join(spec.sources) or 'generated data'}",
             expected=list(spec.shape), got=" and ".join(str(list(shape)) for shape in shapes),
+            hint="check that config.json and the weights are of one model and one release",
         )
 
 
