@@ -239,7 +239,8 @@ def _weights_missing(path: Path) -> CheckpointError:
     return CheckpointError(
         "WEIGHTS_MISSING", "checkpoint has no weights under the published names", where=str(path),
         expected=f"{SINGLE_NAME} or {INDEX_NAME}", got=_listed(found) if found else "no safetensors file",
-        hint="fetch the index too: shards without it may be incomplete" if found else "",
+        hint="fetch the index too: shards without it may be incomplete" if found else
+        "download the weights as well: the folder holds none",
     )
 
 

@@ -142,8 +142,9 @@ def _read(name_or_path: str | Path) -> tuple[str, str]:
                               hint="give a name of manifests/recipes or a readable .txtpb file") from cause
     known = known_recipes()
     if str(name_or_path) not in known:
-        raise RecipeError("RECIPE_UNKNOWN", "there is no recipe of that name", expected=f"one of {', '.join(known)}",
-                          got=repr(str(name_or_path)), hint=f"or give the path of a {SUFFIX} file")
+        raise RecipeError("RECIPE_UNKNOWN", "there is no recipe of that name", where="--recipe",
+                          expected=f"one of {', '.join(known)}", got=repr(str(name_or_path)),
+                          hint=f"or give the path of a {SUFFIX} file")
     file = resources.files("manifests") / "recipes" / f"{name_or_path}{SUFFIX}"
     return file.read_text("utf-8"), f"manifests/recipes/{file.name}"
 

@@ -133,11 +133,12 @@ class Engine:
                 KV_PAGES; the K/V cache is smaller than the sequence.
         """
         if not prompt:
-            raise UsageError("PROMPT_EMPTY", "the prompt has no tokens", hint="give at least one token")
+            raise UsageError("PROMPT_EMPTY", "the prompt has no tokens", where="prompt",
+                             hint="give at least one token")
         tokens = len(prompt) + request.max_tokens
         if tokens > self.max_context:
             raise CompatibilityError("CONTEXT_LENGTH", "prompt and new tokens exceed the core's context",
-                                     expected=f"at most {self.max_context}",
+                                     where="prompt and max_tokens", expected=f"at most {self.max_context}",
                                      got=f"{len(prompt)} + {request.max_tokens}", hint="ask for fewer tokens")
         vocab = self.core.manifest.contract.vocab_size
         wrong = [t for t in prompt if not 0 <= t < vocab]

@@ -46,7 +46,8 @@ class Request:
 
 def _require(holds: bool, field_name: str, expected: str, got: object) -> None:
     if not holds:
-        raise UsageError("REQUEST", f"{field_name} is out of range", where=field_name, expected=expected, got=got)
+        raise UsageError("REQUEST", f"{field_name} is out of range", where=field_name, expected=expected, got=got,
+                         hint="give a value in that range, or leave it out")
 
 
 class FinishReason(Enum):

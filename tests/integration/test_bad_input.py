@@ -73,6 +73,8 @@ def error(result: Result) -> dict[str, Any]:
     """The one document of a command that failed."""
     document = json.loads(result.stdout)
     assert list(document) == ["error"]
+    for part in ("what", "where", "hint"):
+        assert document["error"][part], f"the error has no {part}"
     return document["error"]
 
 
