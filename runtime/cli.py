@@ -16,6 +16,7 @@ from dflash_core.errors import DflashError, ExitCode
 from .cli_bench import register as register_bench
 from .cli_bench import verify_results
 from .cli_options import DeviceOption, JsonOption, NoSpeculationOption, TrustOption
+from .cli_replay import register as register_replay
 from .cli_serve import register as register_serving
 from .console import ByteProgress, human_bytes, print_json, printable, report_error, run_command
 from .entry import run_app
@@ -252,18 +253,24 @@ def inspect(
     errors: Annotated[
         bool, typer.Option("--errors", help="What conversion cost each weight, worst first, and nothing else.")
     ] = False,
+    dot: Annotated[
+        str | None, typer.Option("--dot", metavar="G", help="Print graph G as Graphviz text, for `dot -Tsvg`.")
+    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Show what a core holds: identity, precision, graphs, memory, weights, signers."""
     with run_command(json_output or sbom):
         from dataclasses import asdict
 
-        from .inspect import inspect_core, inspect_sbom
+        from .inspect import inspect_core, inspect_dot, inspect_sbom
         from .trust import TrustPolicy
 
         policy = None if trust is None else TrustPolicy.load(trust)
         if sbom:
             print_json(inspect_sbom(core, policy))
+            return
+        if dot is not None:
+            print(inspect_dot(core, policy, dot), end="")
             return
         if errors:
             from .error_report import print_errors, read_errors, worst_first
@@ -358,5 +365,6 @@ def _ignore_text(piece: str) -> None:
     """What generated text meets when only the final document is wanted."""
 
 
+register_replay(app)
 register_serving(app)
 register_bench(app)

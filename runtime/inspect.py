@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_core.effective import has_draft
+from dflash_core.errors import UsageError
 from dflash_core.formats import FORMATS
 from dflash_core.v1.graph_pb2 import KERNEL, WEIGHTS, BufferClass, Graph, GraphNode, GraphSet, NodeKind
 from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
@@ -156,6 +157,26 @@ def inspect_sbom(path: Path, trust: TrustPolicy | None) -> dict[str, Any]:
     """A core's parts as a CycloneDX document; arguments and errors as of `inspect_core`."""
     manifest, core_digest, _, _ = _read(path, trust)
     return sbom(manifest, core_digest)
+
+
+def inspect_dot(path: Path, trust: TrustPolicy | None, name: str) -> str:
+    """A graph as Graphviz text; where several device targets have it, the last one's, which is a GPU's.
+
+    Arguments and errors as of `inspect_core`; UsageError GRAPH_UNKNOWN, the core has no graph of that name.
+    """
+    from .graph_dot import graph_dot
+
+    manifest, _, graph_sets, _ = _read(path, trust)
+    targets = {target.target_id: target.name for target in manifest.device_targets}
+    graphs = [(targets[file.target_id], graph, graph_sets[file.file.digest].templates)
+              for file in manifest.graph_files for graph in graph_sets[file.file.digest].graphs]
+    found = [item for item in graphs if item[1].name == name]
+    if not found:
+        raise UsageError("GRAPH_UNKNOWN", "the core has no graph of this name", where=str(path),
+                         expected=", ".join(dict.fromkeys(graph.name for _, graph, _ in graphs)), got=name,
+                         hint="name one of them with --dot")
+    target, graph, templates = found[-1]
+    return graph_dot(graph, {template.template_id: template for template in templates}, manifest, target)
 
 
 def _read(
