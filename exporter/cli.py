@@ -91,6 +91,9 @@ def export(
         Path | None, typer.Option("--trust", metavar="TRUST", help="Whose signatures --reuse-weights accepts; "
                                                                    "without it ~/.config/dflash/trust.json.")
     ] = None,
+    witness: Annotated[
+        bool, typer.Option("--witness", help="Capture every graph on this machine's GPU too, and refuse a difference.")
+    ] = False,
     canary: Annotated[
         bool, typer.Option("--canary/--no-canary", help="Record what the core generates and accepts, signed with it.")
     ] = True,
@@ -126,7 +129,7 @@ def export(
             settings=PrecisionSettings(online_mxfp8_scope=scope, draft_body=draft_body, draft_head=draft_head,
                                        depth=depth),
             batches=tuple(sorted(set(batch or [1]))), max_context=max_context, force=force, capability=capability,
-            canary=canary, canary_reference=canary_reference,
+            witness=witness, canary=canary, canary_reference=canary_reference,
             act=DType.F32 if compute_dtype is ComputeDType.FLOAT32 else DType.BF16)
         progress = ByteProgress(json_output)
         if plan:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +43,8 @@ from runtime.sign import sign_core
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 64
-GPU_CHUNK_TOKENS = 256
+GPU_CHUNK_TOKENS, LARGE_GPU_CHUNK_TOKENS = 256, 2048
+LARGE_HIDDEN_SIZE = 2048
 DEFAULT_CONTEXT = 8192
 
 
@@ -60,6 +62,7 @@ class ExportRequest:
         max_context: most tokens of a sequence; None: the target's own, at most DEFAULT_CONTEXT.
         act: type of activations and K/V cache.
         capability: adds a GPU target: 90 for sm_90; None: a core for CPUs alone.
+        witness: also capture every graph on this machine's GPU, and compare it with the recording.
         canary: record the acceptance canary, by running the core on this CPU.
         canary_reference: an earlier canary that the core must reproduce before its own is recorded.
     """
@@ -75,6 +78,7 @@ class ExportRequest:
     max_context: int | None = None
     act: DType = DType.BF16
     capability: int | None = None
+    witness: bool = False
     force: bool = False
     canary: bool = False
     canary_reference: Path | None = None
@@ -132,6 +136,7 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     watch = progress or Silent()
     check_output(request.out, force=request.force)
     name = core_name(request)
+    _check_witness(request)
     if request.canary_reference is not None:
         read_reference(request.canary_reference)
     models = open_models(request, watch)
@@ -141,7 +146,7 @@ def export(request: ExportRequest, key: PrivateKey, progress: Progress | None = 
     recorded = record(models, plan, layout, shape, request)
     conversion = conversion_digest(layout, checkpoints(models))
     with staged(request.out, force=request.force, resumable=lambda left: is_resumable(left, conversion)) as staging:
-        gpu = _compile(recorded, request.capability, watch)
+        gpu = _compile(recorded, request, watch)
         identity = _identity(models, plan, request, name, shape, watch)
         weights = (convert or _convert)(models, identity, layout, staging, watch)
         write_error_report(staging, weights)
@@ -208,9 +213,15 @@ def serving_shape(models: OpenedModels, plan: PrecisionPlan, request: ExportRequ
                         hint="leave --max-context out for what the target was made for")
     depth = plan.recorded.depth
     candidates = dflash2.candidates(draft.config) if draft is not None and depth else 0
-    chunk = CHUNK_TOKENS if request.capability is None else GPU_CHUNK_TOKENS
+    chunk = CHUNK_TOKENS if request.capability is None else gpu_chunk_tokens(config.hidden_size)
     return ServingShape(max_batch=max(request.batches), max_context=context, page_tokens=PAGE_TOKENS,
                         chunk_tokens=chunk, depth=depth, candidates=candidates, vocab=config.vocab_size)
+
+
+def gpu_chunk_tokens(hidden_size: int) -> int:
+    """Tokens of a prefill chunk on a GPU: a large model needs more of them to use its matrix units, and a small one
+    wastes less on a short prompt with fewer."""
+    return LARGE_GPU_CHUNK_TOKENS if hidden_size >= LARGE_HIDDEN_SIZE else GPU_CHUNK_TOKENS
 
 
 def weight_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape) -> list[WeightSpec]:
@@ -259,18 +270,34 @@ def stored_weights(program: Program, layout: WeightLayout) -> dict[str, StoredWe
     return stored
 
 
-def _compile(recorded: RecordedProgram, capability: int | None, watch: Progress) -> GpuTarget | None:
-    """Lower and compile for a GPU; needs none."""
+def _compile(recorded: RecordedProgram, request: ExportRequest, watch: Progress) -> GpuTarget | None:
+    """Lower and compile for a GPU; needs none, unless a witness is asked for."""
+    capability = request.capability
     if capability is None:
         return None
     from exporter.capture.record import record_gpu
+    from exporter.capture.witness import Witness
 
-    with watch.stage("compile", 0) as on_bytes:
-        gpu = record_gpu(recorded.program, zip(recorded.graphs, recorded.calls, strict=True), capability,
-                         first_module_id=FIRST_GPU_MODULE, on_kernel=on_bytes)
+    graphs = zip(recorded.graphs, recorded.calls, strict=True)
+    with Witness.open(recorded.program) if request.witness else nullcontext() as witness:
+        with watch.stage("compile", 0) as on_bytes:
+            gpu = record_gpu(recorded.program, graphs, capability, first_module_id=FIRST_GPU_MODULE,
+                             on_kernel=on_bytes, witness=witness.check if witness else None)
+        if witness is not None:
+            gpu = replace(gpu, captured_on=(witness.device_name, witness.driver_version))
     size = sum(len(cubin) for _, cubin in gpu.modules)
-    watch.done("compile", f"{len(gpu.modules)} kernels for {gpu.name}   {_size(size)}   {len(gpu.graphs)} graphs")
+    graphs_are = f"captured on {gpu.captured_on[0]}" if gpu.captured_on else "recorded"
+    watch.done("compile", f"{len(gpu.modules)} kernels for {gpu.name}   {_size(size)}   {len(gpu.graphs)} graphs "
+                          f"{graphs_are}")
     return gpu
+
+
+def _check_witness(request: ExportRequest) -> None:
+    """Raises UsageError WITNESS_DEVICE when there is nothing for a witness to capture."""
+    if request.witness and request.capability is None:
+        raise UsageError("WITNESS_DEVICE", "a witness captures GPU graphs", where="--witness",
+                         expected="--device cuda:sm_90", got="--device cpu",
+                         hint="name the GPU's architecture, or leave out --witness")
 
 
 def checkpoints(models: OpenedModels) -> dict[str, Checkpoint]:

@@ -79,7 +79,8 @@ def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights,
     if gpu is not None:
         graph_files.append(_write_graphs(staging, GPU_TARGET, gpu.graphs))
         targets.append(graph_pb2.DeviceTarget(target_id=GPU_TARGET, name=gpu.name,
-                                              module_ids=[module.module_id for module, _ in gpu.modules]))
+                                              module_ids=[module.module_id for module, _ in gpu.modules],
+                                              device_features=gpu.features))
         for _, cubin in gpu.modules:
             _write_digest_named(staging, "modules", ".cubin", cubin)
     manifest = manifest_pb2.RebuildManifest(
@@ -91,6 +92,8 @@ def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights,
         device_targets=targets, graph_files=graph_files, contract=_contract(recorded, shape),
         tuning_identity=identity.tuning_identity,
         provenance=manifest_pb2.Provenance(exporter_version=exporter.__version__, arguments=identity.arguments))
+    if gpu is not None and gpu.captured_on is not None:
+        manifest.provenance.export_device, manifest.provenance.export_driver = gpu.captured_on
     if identity.online_quantization:
         manifest.online_quantization = identity.online_quantization
     if identity.online_mxfp8_scope:

@@ -94,11 +94,21 @@ class KernelLaunch:
 
 
 @dataclass(frozen=True, slots=True)
+class DriverEdge:
+    """A dependency between two nodes. `programmatic`: the second starts when every block of the first has let it, and
+    waits for the first itself; otherwise it starts when the first is complete."""
+
+    before: NodeHandle
+    after: NodeHandle
+    programmatic: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DriverGraph:
     """A graph as read back from the driver: node kinds and handles in the driver's order, edges between handles."""
 
     nodes: tuple[tuple[NodeHandle, str], ...]
-    edges: tuple[tuple[NodeHandle, NodeHandle], ...]
+    edges: tuple[DriverEdge, ...]
 
 
 class Driver:
@@ -314,11 +324,18 @@ class Driver:
     def add_empty(self, graph: GraphHandle, where: str) -> NodeHandle:
         return NodeHandle(self._call("cuGraphAddEmptyNode", graph, None, 0, where=where))
 
-    def add_edges(self, graph: GraphHandle, edges: Sequence[tuple[NodeHandle, NodeHandle]], where: str) -> None:
-        """Add full dependencies, all in one call."""
+    def add_edges(self, graph: GraphHandle, edges: Sequence[DriverEdge], where: str) -> None:
+        """Add dependencies, all in one call."""
         if edges:
-            before, after = [first for first, _ in edges], [second for _, second in edges]
-            self._call("cuGraphAddDependencies", graph, before, after, None, len(edges), where=where)
+            full, programmatic = self._api.CUgraphEdgeData(), self._api.CUgraphEdgeData()
+            programmatic.type = self._programmatic()
+            programmatic.from_port = int(self._api.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC)
+            data = [programmatic if e.programmatic else full for e in edges]
+            self._call("cuGraphAddDependencies", graph, [e.before for e in edges], [e.after for e in edges], data,
+                       len(edges), where=where)
+
+    def _programmatic(self) -> int:
+        return int(self._api.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
 
     def make_executable(self, graph: GraphHandle, where: str) -> GraphExec:
         return GraphExec(self._call("cuGraphInstantiate", graph, 0, where=where))
@@ -333,17 +350,27 @@ class Driver:
     def destroy_executable(self, executable: GraphExec) -> None:
         self._call("cuGraphExecDestroy", executable)
 
+    def begin_capture(self, stream: Stream) -> None:
+        """Record what is enqueued on the stream as a graph, in place of running it."""
+        self._call("cuStreamBeginCapture", stream, self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
+    def end_capture(self, stream: Stream) -> GraphHandle:
+        """The graph of what was enqueued since `begin_capture`; the caller destroys it."""
+        return GraphHandle(self._call("cuStreamEndCapture", stream))
+
     def read_graph(self, graph: GraphHandle) -> DriverGraph:
         """Nodes and edges as the driver holds them; kinds are CUDA's names without prefix, such as "KERNEL"."""
         _, count = self._call("cuGraphGetNodes", graph, 0)
         handles = self._call("cuGraphGetNodes", graph, count)[0] if count else []
         kinds = [self._call("cuGraphNodeGetType", node) for node in handles]
         *_, edge_count = self._call("cuGraphGetEdges", graph, 0)
-        before, after = self._call("cuGraphGetEdges", graph, edge_count)[:2] if edge_count else ([], [])
+        before, after, data = self._call("cuGraphGetEdges", graph, edge_count)[:3] if edge_count else ([], [], [])
+        programmatic = self._programmatic()
         return DriverGraph(
             tuple((NodeHandle(n), k.name.removeprefix("CU_GRAPH_NODE_TYPE_"))
                   for n, k in zip(handles, kinds, strict=True)),
-            tuple((NodeHandle(a), NodeHandle(b)) for a, b in zip(before[:edge_count], after[:edge_count], strict=True)))
+            tuple(DriverEdge(NodeHandle(a), NodeHandle(b), int(d.type) == programmatic)
+                  for a, b, d in zip(before[:edge_count], after[:edge_count], data[:edge_count], strict=True)))
 
     def read_kernel(self, node: NodeHandle) -> KernelLaunch:
         """A kernel node's launch; `params` points into the driver's own copy, valid while the graph is unchanged."""
@@ -352,6 +379,15 @@ class Driver:
             Function(found.func), (int(found.gridDimX), int(found.gridDimY), int(found.gridDimZ)),
             (int(found.blockDimX), int(found.blockDimY), int(found.blockDimZ)), int(found.sharedMemBytes),
             int(found.kernelParams))
+
+
+    def read_attributes(self, node: NodeHandle) -> dict[str, Any]:
+        """Launch attributes of a kernel node: "cluster" as three sizes (zeros: none), "cooperative"."""
+        names = self._api.CUlaunchAttributeID
+        cluster = self._call("cuGraphKernelNodeGetAttribute", node, names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+        cooperative = self._call("cuGraphKernelNodeGetAttribute", node, names.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+        found = cluster.clusterDim
+        return {"cluster": (int(found.x), int(found.y), int(found.z)), "cooperative": int(cooperative.cooperative)}
 
 
 def pointer_array(addresses: Sequence[int]) -> array[int]:

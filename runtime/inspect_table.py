@@ -49,8 +49,8 @@ def _lines(report: CoreReport) -> Iterable[str]:
         yield _line("", f"{speculation.method}, {speculation.depth} proposals per step, block {speculation.block_size}")
     else:
         yield _line("draft", "none")
-    device = "without a device" if report.export_device is None else f"on {report.export_device}"
-    yield _line("exported", f"by dflash {report.exporter_version or '(version not recorded)'} {device}")
+    graphs = "recorded without a device" if report.export_device is None else f"captured on {report.export_device}"
+    yield _line("exported", f"by dflash {report.exporter_version or '(version not recorded)'}, graphs {graphs}")
     roles = Counter(item.role for item in report.files)
     yield _line("files", f"{human_bytes(sum(item.nbytes for item in report.files))} in "
                          f"{', '.join(f'{count} {role}' for role, count in roles.items())}")

@@ -12,6 +12,7 @@ from dflash_core.errors import CompatibilityError
 from dflash_core.v1.graph_pb2 import (
     CHILD,
     CPU_REGISTRY,
+    KERNEL,
     GraphEdge,
     GraphNode,
     GraphSet,
@@ -47,7 +48,7 @@ def check_graph_set(graph_set: GraphSet, manifest: RebuildManifest, target_id: i
     Raises:
         FormatError: MANIFEST_UNKNOWN, GRAPH_REF, GRAPH_CYCLE, GRAPH_LIMIT or RELOC_RANGE.
         CompatibilityError: VERSION_UNSUPPORTED; FEATURE_UNSUPPORTED, named: conditional and load-capture nodes,
-            programmatic edges, peer and multicast addresses.
+            edges other than full and programmatic ones, peer and multicast addresses.
     """
     # 1.
     if graph_set.format_version != 1:
@@ -62,10 +63,12 @@ def check_graph_set(graph_set: GraphSet, manifest: RebuildManifest, target_id: i
     tables = _tables(manifest, target_id)
     # 2.
     templates = {template.template_id: template.nodes for template in graph_set.templates}
+    chained = {template.template_id: {edge.to for edge in template.edges if edge.type}
+               for template in graph_set.templates}
     for template in graph_set.templates:
         place = f"template {template.template_id}"
         _check_nodes(template.nodes, tables, templates.keys(), place)
-        _check_edges(template.edges, len(template.nodes), place)
+        _check_edges(template.edges, template.nodes, tables, place)
     # 3.
     expanded = _expanded_nodes(templates)
     # 4.
@@ -80,11 +83,12 @@ def check_graph_set(graph_set: GraphSet, manifest: RebuildManifest, target_id: i
             if graph.template_id not in templates:
                 raise broken("GRAPH_REF", "unknown template", place, got=graph.template_id)
             _check_overrides(graph.overrides, templates[graph.template_id], tables, templates.keys(), place)
+            _check_chained(graph, chained[graph.template_id], tables, place)
         elif graph.overrides:
             raise broken("GRAPH_REF", "overrides without a template", place)
         else:
             _check_nodes(graph.nodes, tables, templates.keys(), place)
-            _check_edges(graph.edges, len(graph.nodes), place)
+            _check_edges(graph.edges, graph.nodes, tables, place)
             _check_expansion(len(graph.nodes) + sum(expanded[child] for child in _children(graph.nodes)), place)
 
 
@@ -100,6 +104,7 @@ def _tables(manifest: RebuildManifest, target_id: int | None) -> NodeTables:
     return NodeTables(
         layouts=layouts, buffers=buffer_ranges(manifest),
         symbols={symbol.symbol_id: symbol for symbol in manifest.symbols},
+        waiting=frozenset(k.kernel_id for k in manifest.kernels if all(v.waits_on_dependency for v in k.variants)),
     )
 
 
@@ -140,8 +145,9 @@ def _check_one(node: GraphNode, tables: NodeTables, templates: Iterable[int], wh
         raise broken("GRAPH_REF", "unknown child template", where, got=node.child_template)
 
 
-def _check_edges(edges: Sequence[GraphEdge], node_count: int, place: str) -> None:
-    """Edges join present nodes, each pair once, and form no cycle."""
+def _check_edges(edges: Sequence[GraphEdge], nodes: Sequence[GraphNode], tables: NodeTables, place: str) -> None:
+    """Edges join present nodes, each pair once, and form no cycle; a programmatic one leads to a kernel that waits."""
+    node_count = len(nodes)
     if len(edges) > MAX_EDGES:
         raise broken("GRAPH_LIMIT", "too many edges", place, expected=f"at most {MAX_EDGES}", got=len(edges))
     successors: list[list[int]] = [[] for _ in range(node_count)]
@@ -152,10 +158,7 @@ def _check_edges(edges: Sequence[GraphEdge], node_count: int, place: str) -> Non
             raise broken("GRAPH_REF", "edge to an absent node", f"edge {index} of {place}",
                          expected=f"below {node_count}", got=f"{source} to {sink}")
         if edge.from_port or edge.type:
-            if edge.from_port > 2 or edge.type > 1:
-                raise broken("MANIFEST_UNKNOWN", "unknown kind of edge", f"edge {index} of {place}",
-                             got=f"port {edge.from_port}, type {edge.type}")
-            raise unsupported("programmatic edge", f"edge {index} of {place}")
+            _check_port(edge, nodes, tables, f"edge {index} of {place}")
         successors[source].append(sink)
         predecessors[sink] += 1
     for source, sinks in enumerate(successors):
@@ -164,6 +167,32 @@ def _check_edges(edges: Sequence[GraphEdge], node_count: int, place: str) -> Non
     left = _peel(successors, predecessors)
     if left:
         raise broken("GRAPH_CYCLE", "edges form a cycle", f"{place}, nodes {', '.join(map(str, left[:8]))}")
+
+
+def _check_port(edge: GraphEdge, nodes: Sequence[GraphNode], tables: NodeTables, where: str) -> None:
+    """A programmatic edge joins two kernels, and the second waits for the first before it uses its results."""
+    if edge.from_port > 2 or edge.type > 1:
+        raise broken("MANIFEST_UNKNOWN", "unknown kind of edge", where,
+                     got=f"port {edge.from_port}, type {edge.type}")
+    if (edge.from_port, edge.type) != (1, 1):
+        raise unsupported(f"edge of type {edge.type} from port {edge.from_port}", where)
+    source, sink = nodes[getattr(edge, "from")], nodes[edge.to]
+    if source.kind != KERNEL or sink.kind != KERNEL:
+        raise broken("GRAPH_REF", "programmatic edge between nodes that are not both kernels", where)
+    _check_waits(sink.kernel_id, tables, where)
+
+
+def _check_waits(kernel_id: int, tables: NodeTables, where: str) -> None:
+    if kernel_id not in tables.waiting:
+        raise broken("GRAPH_REF", "programmatic edge to a kernel that does not wait for it", where,
+                     expected="waits_on_dependency in every variant", got=f"kernel id {kernel_id}")
+
+
+def _check_chained(graph: GraphMessage, chained: set[int], tables: NodeTables, place: str) -> None:
+    """A kernel that a bucket puts behind a programmatic edge waits as well."""
+    for override in graph.overrides:
+        if override.HasField("kernel_id") and override.node_id in chained:
+            _check_waits(override.kernel_id, tables, f"override of node {override.node_id} of {place}")
 
 
 def _peel(successors: Sequence[Sequence[int]], predecessors: list[int]) -> list[int]:

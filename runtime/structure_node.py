@@ -76,11 +76,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class NodeTables:
-    """What nodes may refer to: kernel layouts (one per distinct variant in play), buffers and symbols."""
+    """What nodes may refer to: kernel layouts (one per distinct variant in play), buffers, symbols, and which kernels
+    wait for what a programmatic edge leads from."""
 
     layouts: Mapping[int, tuple[Layout, ...]]
     buffers: Mapping[int, BufferRange]
     symbols: Mapping[int, Symbol]
+    waiting: frozenset[int]
 
 
 def layout_of(variant: KernelVariant, *, on_cpu: bool) -> Layout:

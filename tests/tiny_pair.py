@@ -80,7 +80,8 @@ class TinyProgram:
     manifest: manifest_pb2.RebuildManifest
 
     @classmethod
-    def record(cls, *, batches: Sequence[int] = (1,), drafted: bool = True, act: DType = DType.BF16) -> TinyProgram:
+    def record(cls, *, batches: Sequence[int] = (1,), drafted: bool = True, act: DType = DType.BF16,
+               page_tokens: int = PAGE_TOKENS) -> TinyProgram:
         """Record the target's graphs, and the draft's unless `drafted` is False. All weights are bf16."""
         target, draft = _configs()
         shapes = _shapes()
@@ -89,7 +90,7 @@ class TinyProgram:
             specs += dflash2.weight_specs(draft, {name: name for name in shapes["draft"]},
                                           dict.fromkeys(shapes["draft"], Format.BF16), shapes["draft"], CONTEXT)
         layout, program = layout_weights(specs), Program()
-        shape = ServingShape(max_batch=max(batches), max_context=CONTEXT, page_tokens=PAGE_TOKENS,
+        shape = ServingShape(max_batch=max(batches), max_context=CONTEXT, page_tokens=page_tokens,
                              chunk_tokens=CHUNK_TOKENS, depth=DEPTH if drafted else 0, candidates=4 if drafted else 0,
                              vocab=VOCAB)
         recorded = record_program(program, target, Draft(draft, "target.head") if drafted else None,

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from dflash_core.errors import CaptureError
 
 from exporter.capture.cubin import param_slots
+from exporter.kernels.dependency import SWITCH
 from exporter.kernels.launch import Kernel, Launch
 from exporter.program.builder import Symbol, Tensor
 from runtime.ops import DType
@@ -47,9 +49,11 @@ class CompiledKernel:
         entry: symbol of the kernel.
         arguments: visible parameters in index order; the two hidden pointers follow them.
         shared_bytes: dynamic shared memory.
+        chained: it lets its successor start early, and waits for its predecessor before it writes anything.
         source_sha256: over the Triton source, constants and options; groups modules, never identifies one.
         options: what was passed to the compiler, for the record.
         compiler_version, assembler: Triton's version, and the ptxas that it carries.
+        launcher: Triton's own compiled kernel, which a witness launches.
     """
 
     cubin: bytes
@@ -57,10 +61,12 @@ class CompiledKernel:
     arguments: tuple[Argument, ...]
     num_warps: int
     shared_bytes: int
+    chained: bool
     source_sha256: bytes
     options: Mapping[str, str]
     compiler_version: str
     assembler: str
+    launcher: Any
 
 
 class Compiler:
@@ -74,7 +80,7 @@ class Compiler:
         """The kernel of a launch, for the types and alignments of its arguments.
 
         Raises:
-            CaptureError: KERNEL_COMPILE, KERNEL_SLOTS or KERNEL_SCRATCH.
+            CaptureError: KERNEL_COMPILE, KERNEL_SLOTS, KERNEL_SCRATCH or KERNEL_WAIT.
         """
         kernel = launch.kernel
         arguments = launch_arguments(launch)
@@ -116,7 +122,8 @@ def _compile(kernel: Kernel, arguments: tuple[Argument, ...], capability: int) -
     constants = {(names.index(n),): v for n, v in kernel.constants.items()}
     attributes = {(names.index(a.name),): [["tt.divisibility", ALIGNED_BYTES]] for a in arguments
                   if a.aligned and a.triton_type.startswith("*")}
-    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": False}
+    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": False,
+               "launch_pdl": bool(kernel.constants[SWITCH])}
     try:
         compiled = triton.compile(ASTSource(function, signature, constants, attributes),
                                   target=GPUTarget("cuda", capability, 32), options=dict(options))
@@ -136,8 +143,31 @@ def _compile(kernel: Kernel, arguments: tuple[Argument, ...], capability: int) -
     if sizes != expected:
         raise CaptureError("KERNEL_SLOTS", "the compiled kernel has other parameters than its launch passes",
                            where=name, expected=expected, got=sizes)
+    chained = bool(kernel.constants[SWITCH])
+    if chained:
+        check_waits(compiled.asm["ptx"], name)
     source = json.dumps([function.src, [(n, repr(v)) for n, v in sorted(kernel.constants.items())], sorted(
         options.items()), [(a.name, a.triton_type, a.aligned) for a in arguments]])
-    return CompiledKernel(cubin, metadata.name, arguments, metadata.num_warps, metadata.shared,
+    return CompiledKernel(cubin, metadata.name, arguments, metadata.num_warps, metadata.shared, chained,
                           hashlib.sha256(source.encode()).digest(), {k: str(v) for k, v in options.items()},
-                          triton.__version__, f"ptxas {get_ptxas(capability).version}")
+                          triton.__version__, f"ptxas {get_ptxas(capability).version}", compiled)
+
+
+def check_waits(ptx: str, where: str) -> None:
+    """A kernel of a programmatic chain waits once, at the top level, before it writes or returns.
+
+    Args:
+        ptx: the compiled kernel as text.
+    Raises:
+        CaptureError: KERNEL_WAIT.
+    """
+    before, wait, _ = ptx.partition("griddepcontrol.wait;")
+    if not wait:
+        raise CaptureError("KERNEL_WAIT", "a chained kernel does not wait for its predecessor",
+                           where=where, expected="griddepcontrol.wait", got="none",
+                           hint="call wait_inputs(CHAINED) before the first use of an input")
+    early = re.search(r"^\s*(?:@\S+\s+)?(st\.(?!shared)|atom\.|red\.|ret;|bra\b)[^\n]*", before, re.MULTILINE)
+    if early:
+        raise CaptureError("KERNEL_WAIT", "a chained kernel writes, branches or returns before it waits",
+                           where=where, expected="loads of weights alone", got=early[0].strip(),
+                           hint="call wait_inputs(CHAINED) earlier")

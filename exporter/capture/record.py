@@ -1,5 +1,8 @@
 """Launches become the graphs, kernels and modules of a GPU target: what the loader rebuilds, node by node.
 
+Where the architecture has programmatic launch, the nodes of a graph form one chain: each starts while its predecessor
+runs and waits for its results (docs/decisions/0009). Elsewhere edges follow from what nodes read and write.
+
 Pointers are declared: every one is a relocation to a buffer, the two hidden Triton pointers too. Kernels are numbered
 after the program's CPU kernels, and modules after the CPU registry.
 """
@@ -15,17 +18,21 @@ from dflash_core.v1 import weights_pb2
 
 from exporter.capture.compile import HIDDEN_POINTERS, Argument, CompiledKernel, Compiler
 from exporter.capture.target import GpuTarget
+from exporter.kernels.dependency import MIN_CAPABILITY, switched
 from exporter.kernels.launch import Launch
 from exporter.kernels.lower import lower_graph
 from exporter.program.builder import Hazards, OpCall, Program, Symbol, Tensor
 from runtime.ops import DType
 
 HIDDEN_SCRATCH_BYTES = 256
+PROGRAMMATIC = 1  # of GraphEdge.type, and of GraphEdge.from_port
 SCALAR_CODES = {"i32": "<i", "fp32": "<f"}
 
 
 def record_gpu(program: Program, graphs: Iterable[tuple[pb.Graph, Sequence[OpCall]]], capability: int, *,
-               first_module_id: int, on_kernel: Callable[[int], None] | None = None) -> GpuTarget:
+               first_module_id: int, on_kernel: Callable[[int], None] | None = None,
+               witness: Callable[[pb.Graph, Sequence[tuple[Launch, CompiledKernel]]], None] | None = None,
+               ) -> GpuTarget:
     """Lower, compile and record every graph.
 
     Args:
@@ -33,18 +40,23 @@ def record_gpu(program: Program, graphs: Iterable[tuple[pb.Graph, Sequence[OpCal
         graphs: CPU graphs with their op calls.
         capability: 90 for sm_90.
         on_kernel: told the size of each cubin when it is compiled.
+        witness: told each recorded graph and what its nodes launch (`exporter.capture.witness`).
     """
-    recorder = _Recorder(program, Compiler(capability), first_module_id, on_kernel)
-    recorded = tuple(recorder.graph(graph, lower_graph(calls, program)) for graph, calls in graphs)
+    chained = capability >= MIN_CAPABILITY
+    recorder = _Recorder(program, Compiler(capability), first_module_id, on_kernel, witness)
+    recorded = tuple(recorder.graph(graph, [switched(launch, chained) for launch in lower_graph(calls, program)])
+                     for graph, calls in graphs)
     name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     for module, _ in recorder.modules:
         module.target = name
-    return GpuTarget(name, tuple(recorder.modules), tuple(recorder.kernels), recorded)
+    return GpuTarget(name, tuple(recorder.modules), tuple(recorder.kernels), recorded, ("pdl",) if chained else ())
 
 
 class _Recorder:
     def __init__(self, program: Program, compiler: Compiler, first_module_id: int,
-                 on_kernel: Callable[[int], None] | None) -> None:
+                 on_kernel: Callable[[int], None] | None,
+                 witness: Callable[[pb.Graph, Sequence[tuple[Launch, CompiledKernel]]], None] | None) -> None:
+        self.witness = witness
         self.program, self.compiler, self.on_kernel = program, compiler, on_kernel
         self.next_module_id = first_module_id
         self.modules: list[tuple[pb.KernelModule, bytes]] = []
@@ -58,9 +70,8 @@ class _Recorder:
                          input_buffers=source.input_buffers, output_buffers=source.output_buffers)
         if source.HasField("load_priority"):
             graph.load_priority = source.load_priority
-        hazards = Hazards()
-        for node_id, launch in enumerate(launches):
-            compiled = self.compiler.compile(launch)
+        hazards, launched = Hazards(), [(launch, self.compiler.compile(launch)) for launch in launches]
+        for node_id, (launch, compiled) in enumerate(launched):
             node = graph.nodes.add(node_id=node_id, kind=pb.KERNEL, kernel_id=self._kernel_id(launch, compiled))
             node.grid.x, node.grid.y, node.grid.z = launch.grid
             node.dynamic_shared_bytes = compiled.shared_bytes
@@ -69,8 +80,15 @@ class _Recorder:
             for tensors, write in ((launch.reads, False), (launch.writes, True)):
                 for buffer_id, offset, nbytes in sorted({(t.buffer_id, t.offset, t.nbytes) for t in tensors}):
                     node.accesses.add(buffer_id=buffer_id, offset=offset, bytes=nbytes, write=write)
-            for before in hazards.follow(node):
-                graph.edges.add(**{"from": before, "to": node_id})
+            before = hazards.follow(node)
+            if compiled.chained:
+                if node_id:
+                    graph.edges.add(**{"from": node_id - 1, "to": node_id}, from_port=PROGRAMMATIC, type=PROGRAMMATIC)
+            else:
+                for first in before:
+                    graph.edges.add(**{"from": first, "to": node_id})
+        if self.witness is not None:
+            self.witness(graph, launched)
         return graph
 
     def _kernel_id(self, launch: Launch, compiled: CompiledKernel) -> int:
@@ -88,6 +106,8 @@ class _Recorder:
             variant = pb.KernelVariant(module_id=module_id, symbol=compiled.entry,
                                        block=pb.Dim3(x=32 * compiled.num_warps, y=1, z=1),
                                        max_dynamic_shared_bytes=compiled.shared_bytes)
+            if compiled.chained:
+                variant.waits_on_dependency = variant.triggers_dependents = True
             for argument in compiled.arguments:
                 kind = pb.POINTER if argument.triton_type.startswith("*") else pb.SCALAR
                 variant.params.add(size=argument.size, type=kind, name=argument.name)

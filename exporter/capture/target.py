@@ -16,9 +16,13 @@ class GpuTarget:
         modules: cubins by module id.
         kernels: with one variant each.
         graphs: one per recorded CPU graph, of the same name.
+        features: what the device must be capable of, in the manifest's words.
+        captured_on: name and driver version of the device whose captures agreed with the recording; None: no witness.
     """
 
     name: str
     modules: tuple[tuple[pb.KernelModule, bytes], ...]
     kernels: tuple[pb.Kernel, ...]
     graphs: tuple[pb.Graph, ...]
+    features: tuple[str, ...]
+    captured_on: tuple[str, int] | None = None

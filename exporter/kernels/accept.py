@@ -14,6 +14,7 @@ import triton.language as tl
 from dflash_core.errors import CaptureError
 
 from exporter.kernels.argmax import best_key, lower_best_keys
+from exporter.kernels.dependency import begin
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.kernels.order import is_finite, key_id, key_order, value_of
 from exporter.kernels.rows import power_of_two
@@ -24,9 +25,10 @@ from exporter.program.builder import Program
 @triton.jit
 def decide_block(keys_ptr, decisions_ptr, tokens_ptr, positions_ptr, slots_ptr, limit_ptr, temperature_ptr,
                  emitted_ptr, produced_ptr, accepted_ptr, context_positions_ptr, BLOCK_ROWS: tl.constexpr,
-                 ROWS_PAD: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+                 ROWS_PAD: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHAINED: tl.constexpr):
     """dflash.accept from the rows' keys and decisions; with context_positions_ptr, dflash.accepted_positions too.
     Grid: groups."""
+    begin(CHAINED)
     group, i = tl.program_id(0), tl.arange(0, ROWS_PAD)
     row, inside = group * BLOCK_ROWS + i, i < BLOCK_ROWS
     lane = tl.load(slots_ptr + group)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import begin
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.kernels.order import LOWEST, key_of, ordered
 from exporter.kernels.rows import cdiv, power_of_two
@@ -21,8 +22,9 @@ CHUNK = 2048
 
 @triton.jit
 def best_of_chunks(logits_ptr, positions_ptr, slots_ptr, keys_ptr, BLOCK_ROWS: tl.constexpr, VOCAB: tl.constexpr,
-                   LIVE: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr):
+                   LIVE: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr, CHAINED: tl.constexpr):
     """keys[row, chunk]. Grid: chunks, rows. Rows that are dead, or (without positions) an anchor's, are not read."""
+    begin(CHAINED)
     chunk, row = tl.program_id(0), tl.program_id(1)
     if positions_ptr is None:
         live = row % BLOCK_ROWS > 0

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import begin
+
 
 @triton.jit
 def _accumulate(q, keys, values, visible, top, total, mixed, scale):
@@ -60,7 +62,7 @@ def paged_attention(q_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, k_ptr
                     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, R: tl.constexpr,
                     M: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_PAGES: tl.constexpr,
                     SPLIT_TOKENS: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-                    ROTARY: tl.constexpr, EPS: tl.constexpr):
+                    ROTARY: tl.constexpr, EPS: tl.constexpr, CHAINED: tl.constexpr):
     """Grid: groups * tiles, KV_HEADS, SPLITS. M >= R * (HEADS / KV_HEADS), a power of two.
 
     With k_ptr (a draft block): context keys lie before the group's first position, and the block's own K and V come
@@ -69,6 +71,7 @@ def paged_attention(q_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, k_ptr
     its columns, and the keys and values of rows whose positions lie in this block's split are written to the cache
     first and read back from there with the others, so that a page is summed alike whichever step wrote it.
     """
+    begin(CHAINED)
     tiles = tl.cdiv(block_rows, R)
     group, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     kv_head, split = tl.program_id(1), tl.program_id(2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import begin
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.kernels.order import LOWEST, key_id, key_of, ordered
 from exporter.kernels.rows import cdiv, power_of_two
@@ -20,8 +21,9 @@ MERGED_KEYS = 2048  # that one block sorts without spilling
 
 @triton.jit
 def best_of_chunk(logits_ptr, keys_ptr, VOCAB: tl.constexpr, LIVE: tl.constexpr, CHUNKS: tl.constexpr,
-                  SIZE: tl.constexpr, KEPT: tl.constexpr):
+                  SIZE: tl.constexpr, KEPT: tl.constexpr, CHAINED: tl.constexpr):
     """keys[row, chunk, :KEPT], best first. Grid: chunks, rows. NaN ranks with infinity."""
+    begin(CHAINED)
     chunk, row = tl.program_id(0), tl.program_id(1)
     idx = chunk * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + idx, mask=idx < LIVE, other=0.0)
@@ -44,8 +46,9 @@ def _tanh(x):
 @triton.jit
 def merge_chunks(logits_ptr, keys_ptr, ids_ptr, scores_ptr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr,
                  KEPT: tl.constexpr, MERGED: tl.constexpr, TOP_K: tl.constexpr, MULTIPLIER: tl.constexpr,
-                 CAP: tl.constexpr):
+                 CAP: tl.constexpr, CHAINED: tl.constexpr):
     """The row's best ids, and their logits times MULTIPLIER, then capped. Grid: rows."""
+    begin(CHAINED)
     row, i, k = tl.program_id(0), tl.arange(0, MERGED), tl.arange(0, KEPT)
     held = i < CHUNKS * KEPT
     keys = tl.load(keys_ptr + row * CHUNKS * KEPT + i, mask=held, other=0).to(tl.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import begin
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.kernels.rows import cdiv, check_act, power_of_two
 from exporter.program.builder import Program
@@ -23,9 +24,11 @@ def _round(x):
 
 @triton.jit
 def convolve_rows(x_ptr, delta_ptr, base_ptr, out_ptr, HIDDEN: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                  TAPS: tl.constexpr, GROUP_SIZE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr):
+                  TAPS: tl.constexpr, GROUP_SIZE: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+                  CHAINED: tl.constexpr):
     """Grid: rows, column tiles. A tap that reaches before the block is a load that is masked off, so that what lies
     there, an infinity say, takes no part."""
+    begin(CHAINED)
     row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < HIDDEN
     groups: tl.constexpr = HIDDEN // GROUP_SIZE

@@ -1,4 +1,4 @@
-"""y = W x for a few rows, with what surrounds it fused in: memory-bound, split along the weight's rows alone.
+"""y = W x, with what surrounds it fused in, split along the weight's rows and the activations' alone.
 
 Each block owns some weight rows and walks the whole reduction in one fixed order, so a row of activations gets the same
 bits in decode, verify and every batch. Weights are the matrix instruction's wide side and activations its narrow one;
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from dflash_core.formats import Format
 
+from exporter.kernels.dependency import begin
 from exporter.kernels.epilogue import finish
 
 FORMAT_CODE = {Format.BF16: 0, Format.MXFP8: 1, Format.NVFP4: 2}
@@ -60,10 +61,12 @@ def _inverse_rms(x_ptr, r, live, IN: tl.constexpr, EPS: tl.constexpr, R: tl.cons
 def linear_rows(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out_ptr, rows,
                 IN: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                 FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr, NORM_BK: tl.constexpr,
-                STAGES: tl.constexpr):
-    """OUT counts the result's columns; with SILU the weight has 2 * OUT rows, gate rows first."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    r = tl.program_id(1) * R + tl.arange(0, R)
+                STAGES: tl.constexpr, CHAINED: tl.constexpr):
+    """Grid: tiles of R rows, tiles of BN columns: neighbours share a weight tile. OUT counts the result's columns; with
+    SILU the weight has 2 * OUT rows, gate rows first."""
+    begin(CHAINED)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    r = tl.program_id(0) * R + tl.arange(0, R)
     live = r < rows
     if norm_ptr is not None:
         inverse = _inverse_rms(x_ptr, r, live, IN, EPS, R, NORM_BK)
@@ -71,7 +74,7 @@ def linear_rows(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out
     up = tl.zeros([BN, R], tl.float32)
     for k0 in tl.range(0, IN, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
-        x = tl.load(x_ptr + r[None, :] * IN + k[:, None], mask=live[None, :], other=0.0)
+        x = tl.load(x_ptr + r[None, :].to(tl.int64) * IN + k[:, None], mask=live[None, :], other=0.0)
         if norm_ptr is not None:
             rounded = (x.to(tl.float32) * inverse[None, :]).to(tl.bfloat16).to(tl.float32)
             x = (rounded * tl.load(norm_ptr + k)[:, None].to(tl.float32)).to(tl.bfloat16)

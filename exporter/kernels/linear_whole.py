@@ -2,7 +2,8 @@
 
 For matrices whose rows fit in registers, time is latency: launch, one trip to memory, and the chain of dependent matrix
 instructions. So there is no loop. The reduction is cut into SLICES equal parts, one per warp, multiplied as a batched
-product and summed in a fixed order. Weights are asked for first; the norm of the rows is computed while they travel.
+product and summed in a fixed order. Weights are asked for first, in a programmatic chain before there are rows; the
+norm of the rows is computed while they travel.
 
 Fusions and rounding are those of exporter.kernels.linear.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import start_successor, wait_inputs
 from exporter.kernels.epilogue import finish
 
 
@@ -50,12 +52,14 @@ def _weight(w_ptr, scale_ptr, n, IN: tl.constexpr, BN: tl.constexpr, SLICES: tl.
 @triton.jit
 def linear_whole(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out_ptr, rows,
                  IN: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
-                 WIDTH: tl.constexpr, FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr):
-    """OUT counts the result's columns and is a multiple of BN; with SILU the weight has 2 * OUT rows, gate first.
-    WIDTH is the power of two at or above IN / SLICES."""
+                 WIDTH: tl.constexpr, FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr,
+                 CHAINED: tl.constexpr):
+    """Grid: tiles of R rows, of BN columns. OUT counts the result's columns and is a multiple of BN; with SILU the
+    weight has 2 * OUT rows, gate first. WIDTH is the power of two at or above IN / SLICES."""
+    start_successor(CHAINED)
     slice_: tl.constexpr = IN // SLICES
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    r = tl.program_id(1) * R + tl.arange(0, R)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    r = tl.program_id(0) * R + tl.arange(0, R)
     live = r < rows
     w = _weight(w_ptr, scale_ptr, n, IN, BN, SLICES, slice_, WIDTH, FORMAT)
     if EPILOGUE == 2:
@@ -63,6 +67,7 @@ def linear_whole(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, ou
     j = tl.arange(0, WIDTH)
     k = tl.arange(0, SLICES)[:, None] * slice_ + j[None, :]
     inside = (j < slice_)[None, :]
+    wait_inputs(CHAINED)
     x = tl.load(x_ptr + r[None, None, :] * IN + k[:, :, None], mask=inside[:, :, None] & live[None, None, :], other=0.0)
     if norm_ptr is not None:
         weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)

@@ -17,18 +17,25 @@ from dflash_core.formats import Format
 
 from exporter.kernels import accept, candidates, conv, rows, sampling, selector
 from exporter.kernels.attention import paged_attention
+from exporter.kernels.attention_many import prefill_attention
 from exporter.kernels.epilogue import ADD, SILU, STORE, STORE_F32
 from exporter.kernels.launch import Kernel, Launch
 from exporter.kernels.linear import FORMAT_CODE, linear_rows
+from exporter.kernels.linear_packed import linear_packed
 from exporter.kernels.linear_whole import linear_whole
 from exporter.kernels.norm import norm_rows
 from exporter.kernels.rope import rope_heads
 from exporter.kernels.tuning import (
     MAX_STEP_ROWS,
     PREFILL_QUERY_ROWS,
-    SPLIT_TOKENS,
+    PREFILL_STAGES,
+    PREFILL_WARPS,
+    STEP_ATTENTION_WARPS,
     STEP_QUERY_ROWS,
+    WHOLE_ELEMENTS,
     linear_tile,
+    packed_slices,
+    split_tokens,
     whole_tile,
 )
 from exporter.program.builder import OpCall, Program, Tensor
@@ -36,9 +43,8 @@ from runtime.ops import DType, find_op
 
 LINEAR = {"dflash.linear/1": Format.BF16, "dflash.linear_mxfp8/1": Format.MXFP8, "dflash.linear_nvfp4/1": Format.NVFP4}
 MAX_LANES = 4096
-WIDE_QUERY_ROWS = 128  # query rows times heads above which a block takes eight warps
 MAX_BLOCK_ROWS = 16  # rows of one sequence that one attention block takes in a step graph
-CONTEXT_LIMIT = 1 << 20
+LONG_BLOCK_ROWS = 32  # the same in a draft block longer than that
 
 Lower = Callable[[OpCall, Program], list[Launch]]
 
@@ -132,10 +138,11 @@ class _Lowering:
         return found
 
     def _norm(self, index: int, call: OpCall, x: Tensor, delta: Tensor | None) -> list[Launch]:
-        """Leave the norm to the one linear that reads it; otherwise launch it."""
+        """Leave the norm to the one linear that reads it, unless that would repeat it for many rows; or launch it."""
         out = call.operands["out"]
         readers = self._readers(index, out)
-        alone = len(readers) == 1 and self.calls[readers[0]].op in LINEAR
+        few = call.number("rows") <= MAX_STEP_ROWS
+        alone = few and len(readers) == 1 and self.calls[readers[0]].op in LINEAR
         if not alone:
             return [_norm_launch(call, x, delta, out)]
         self.norms[out.buffer_id] = _Norm(x, call.operands["weight"], call.real("eps"), "dflash.rms_norm/1",
@@ -183,13 +190,14 @@ class _Lowering:
         heads, kv_heads, head_dim = call.number("heads"), call.number("kv_heads"), call.number("head_dim")
         groups, block_rows = call.number("groups"), call.number("block_rows")
         page_tokens, max_pages = call.number("page_tokens"), call.number("max_pages")
-        step = block_rows <= MAX_BLOCK_ROWS
-        tile = STEP_QUERY_ROWS if block_rows <= STEP_QUERY_ROWS else MAX_BLOCK_ROWS if step else PREFILL_QUERY_ROWS
+        if not block and block_rows > MAX_BLOCK_ROWS:
+            return _prefill_attention(call)
+        tile = next((t for t in (STEP_QUERY_ROWS, MAX_BLOCK_ROWS) if block_rows <= t), LONG_BLOCK_ROWS)
         repeat = heads // kv_heads
         m = max(16, 1 << (repeat * tile - 1).bit_length())
         tiles = -(-block_rows // tile)
-        split_tokens = SPLIT_TOKENS if step else CONTEXT_LIMIT
-        splits = -(-(page_tokens * max_pages) // split_tokens)
+        split = max(split_tokens(page_tokens * max_pages), page_tokens)
+        splits = -(-(page_tokens * max_pages) // split)
         lanes = groups * tiles * kv_heads
         assert lanes <= MAX_LANES, lanes
         partial = self.program.scratch("attention_partial", DType.F32, (lanes * splits, m * (head_dim + 2)))
@@ -205,11 +213,11 @@ class _Lowering:
             paged_attention, (*((rope.op,) if rope else ()), call.op),
             {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "R": tile, "M": m,
              "PAGE_TOKENS": page_tokens, "PAGE_BYTES": call.number("page_bytes"), "MAX_PAGES": max_pages,
-             "SPLIT_TOKENS": split_tokens, "SPLITS": splits, "CAUSAL": bool(call.number("causal")) if block else True,
+             "SPLIT_TOKENS": split, "SPLITS": splits, "CAUSAL": bool(call.number("causal")) if block else True,
              "WINDOW": call.number("window") if block else 0,
              "ROTARY": rope.number("rotary_dims") if rope else head_dim,
              "EPS": rope.real("eps") if rope and "eps" in rope.scalars else 0.0, **absent},
-            num_warps=8 if m >= WIDE_QUERY_ROWS else 4, num_stages=2)
+            num_warps=STEP_ATTENTION_WARPS, num_stages=2)
         arguments: dict[str, Tensor | int | float] = {
             "positions_ptr": o["positions"], "slots_ptr": o["slots"],
             "page_table_ptr": o["page_table"], "kv_ptr": kv, "out_ptr": o["out"], "partial_ptr": partial,
@@ -232,6 +240,24 @@ class _Lowering:
         reads += [t for n, t in made.items() if n in ("qkv", "rope_table", "q_weight", "k_weight")]
         return Launch(kernel, arguments, (groups * tiles, kv_heads, splits), tuple(reads), (*writes, kv),
                       (rope.node_id, call.node_id), call.label)
+
+
+def _prefill_attention(call: OpCall) -> Launch:
+    """Attention of a chunk of one sequence, whose keys and values are in the cache already."""
+    o, rows, heads = call.operands, call.number("block_rows"), call.number("heads")
+    assert call.number("groups") == 1, call.label
+    kernel = Kernel(
+        prefill_attention, (call.op,),
+        {"HEADS": heads, "KV_HEADS": call.number("kv_heads"), "HEAD_DIM": call.number("head_dim"),
+         "BM": PREFILL_QUERY_ROWS, "PAGE_TOKENS": call.number("page_tokens"), "PAGE_BYTES": call.number("page_bytes"),
+         "MAX_PAGES": call.number("max_pages"), "STAGES": PREFILL_STAGES},
+        num_warps=PREFILL_WARPS, num_stages=PREFILL_STAGES)
+    arguments: dict[str, Tensor | int | float] = {
+        "q_ptr": o["q"], "positions_ptr": o["positions"], "slots_ptr": o["slots"], "page_table_ptr": o["page_table"],
+        "kv_ptr": _pages(o["kv"]), "out_ptr": o["out"], "rows": rows, "scale": call.real("scale")}
+    reads = (o["q"], o["positions"], o["slots"], o["page_table"], _pages(o["kv"]))
+    return Launch(kernel, arguments, (-(-rows // PREFILL_QUERY_ROWS), heads, 1), reads, (o["out"],), (call.node_id,),
+                  call.label)
 
 
 def _columns(x: Tensor, first: int) -> Tensor:
@@ -286,16 +312,24 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
     constants: dict[str, int | float | None] = {
         "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue,
         "EPS": norm.eps if norm else 0.0}
-    latency_bound = count <= MAX_STEP_ROWS and (norm is not None or epilogue == SILU)
-    whole = whole_tile(out_features, in_features, fmt) if latency_bound else None
+    few, gated = count <= MAX_STEP_ROWS, epilogue == SILU
+    short = norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS
+    whole = whole_tile(out_features, in_features, fmt) if few and short else None
+    slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few else None
+    norm_columns = min(1024, 1 << (in_features - 1).bit_length())
+    function = linear_rows
     if whole is not None:
+        function = linear_whole
         tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, whole.out, whole.slices, 1
         constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width}
+    elif slices is not None:
+        function = linear_packed
+        tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, 64 // slices, 4, 3
+        constants |= {"SLICES": slices, "STAGES": stages, "NORM_BK": norm_columns}
     else:
-        tile = linear_tile(out_features, in_features, count, fmt)
+        tile = linear_tile(out_features, in_features, count, fmt, gated=gated)
         tile_rows, tile_out, num_warps, stages = tile.rows, tile.out, tile.num_warps, tile.stages
-        constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages,
-                      "NORM_BK": min(1024, 1 << (in_features - 1).bit_length())}
+        constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages, "NORM_BK": norm_columns}
     optional: dict[str, Tensor | None] = {
         "scale_ptr": o.get("block_scale"), "global_ptr": o.get("global_scale"),
         "norm_ptr": norm.weight if norm else None, "residual_ptr": residual,
@@ -308,8 +342,8 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
             arguments[name] = tensor
     target = residual if residual is not None else out
     reads = tuple(t for t in arguments.values() if isinstance(t, Tensor) and t is not out)
-    grid = (-(-out_features // tile_out), -(-count // tile_rows), 1)
-    kernel = Kernel(linear_whole if whole else linear_rows, ops, constants, num_warps=num_warps, num_stages=stages)
+    grid = (-(-count // tile_rows), -(-out_features // tile_out), 1)
+    kernel = Kernel(function, ops, constants, num_warps=num_warps, num_stages=stages)
     return Launch(kernel, arguments, grid, reads, (target,), nodes, call.label)
 
 

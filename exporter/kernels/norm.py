@@ -5,13 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import begin
+
 
 @triton.jit
-def norm_rows(x_ptr, delta_ptr, weight_ptr, out_ptr, COLS: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr):
+def norm_rows(x_ptr, delta_ptr, weight_ptr, out_ptr, COLS: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
+              CHAINED: tl.constexpr):
     """One block per row. With delta_ptr, x += delta first, in place; with out_ptr, out = norm(x) * weight.
 
     Rounded as dflash.add_rms_norm rounds: the sum, the normalized value, and the product.
     """
+    begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     mask = c < COLS

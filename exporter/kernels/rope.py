@@ -9,17 +9,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from exporter.kernels.dependency import begin
+
 
 @triton.jit
 def rope_heads(x_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, slots_ptr, page_table_ptr, q_ptr, k_ptr,
                kv_ptr, block_rows,
                HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr,
-               EPS: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_PAGES: tl.constexpr):
+               EPS: tl.constexpr, PAGE_TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_PAGES: tl.constexpr,
+               CHAINED: tl.constexpr):
     """x: [rows, (HEADS + 2 KV_HEADS) * HEAD_DIM]; HEADS is 0 for context rows. Grid: rows, HEADS + 2 KV_HEADS.
 
     Head h < HEADS is a query, then come keys, then values. Keys and values go to the cache when kv_ptr is given (dead
     rows do not), keys to k_ptr otherwise. HEAD_DIM is a power of two, and ROTARY an even share of it.
     """
+    begin(CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + row)
     d = tl.arange(0, HEAD_DIM)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from dflash_core.errors import CaptureError
 
+from exporter.kernels.dependency import begin
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.program.builder import Program, Tensor
 from runtime.ops import DType
@@ -59,11 +60,12 @@ def _embed(token, table_ptr, out_ptr, row, tile, VOCAB: tl.constexpr, COLS: tl.c
 @triton.jit
 def begin_step(slots_ptr, length_ptr, limit_ptr, anchor_ptr, proposals_ptr, table_ptr, positions_ptr, tokens_ptr,
                out_ptr, BLOCK_ROWS: tl.constexpr, FILL: tl.constexpr, VOCAB: tl.constexpr, COLS: tl.constexpr,
-               SCALE: tl.constexpr, BLOCK: tl.constexpr):
+               SCALE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """dflash.block_positions, then the block's tokens, then their embeddings. Grid: rows, column tiles.
 
     Row 0 of a block holds the anchor (FILL in an empty lane); the others its proposals, or FILL where there are none.
     """
+    begin(CHAINED)
     row, tile = tl.program_id(0), tl.program_id(1)
     group, i = row // BLOCK_ROWS, row % BLOCK_ROWS
     lane = tl.load(slots_ptr + group)
@@ -84,8 +86,9 @@ def begin_step(slots_ptr, length_ptr, limit_ptr, anchor_ptr, proposals_ptr, tabl
 
 @triton.jit
 def begin_chunk(slots_ptr, count_ptr, length_ptr, tokens_ptr, table_ptr, positions_ptr, out_ptr, VOCAB: tl.constexpr,
-                COLS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+                COLS: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """dflash.chunk_positions and the embeddings of the chunk's tokens. Grid: rows, column tiles."""
+    begin(CHAINED)
     row, tile = tl.program_id(0), tl.program_id(1)
     token = tl.load(tokens_ptr + row)
     if tile == 0:
@@ -149,8 +152,10 @@ def _step_arguments(positions: OpCall, tokens: OpCall,
 
 
 @triton.jit
-def tap_rows(x_ptr, features_ptr, index, TAPS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr):
+def tap_rows(x_ptr, features_ptr, index, TAPS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+             CHAINED: tl.constexpr):
     """dflash.tap. Grid: rows, column tiles."""
+    begin(CHAINED)
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * COLS + c, mask=c < COLS)
     tl.store(features_ptr + (row * TAPS + index) * COLS + c, x, mask=c < COLS)
@@ -170,8 +175,9 @@ def lower_tap(call: OpCall, program: Program) -> list[Launch]:
 
 @triton.jit
 def copy_last_row(x_ptr, positions_ptr, out_ptr, last_position_ptr, ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-                  COLS: tl.constexpr, BLOCK: tl.constexpr):
+                  COLS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """dflash.last_row. Grid: column tiles."""
+    begin(CHAINED)
     tile, r = tl.program_id(0), tl.arange(0, ROWS_PAD)
     position = tl.load(positions_ptr + r, mask=r < ROWS, other=-1)
     last = tl.maximum(tl.sum((position >= 0).to(tl.int32), axis=0) - 1, 0)
@@ -197,8 +203,9 @@ def lower_last_row(call: OpCall, program: Program) -> list[Launch]:
 
 @triton.jit
 def commit_lanes(slots_ptr, produced_ptr, emitted_ptr, length_ptr, anchor_ptr, groups, BLOCK_ROWS: tl.constexpr,
-                 LANES: tl.constexpr):
+                 LANES: tl.constexpr, CHAINED: tl.constexpr):
     """dflash.commit, one block for all lanes; no two lanes serve one slot."""
+    begin(CHAINED)
     g = tl.arange(0, LANES)
     slot = tl.load(slots_ptr + g, mask=g < groups, other=-1)
     count = tl.load(produced_ptr + g, mask=g < groups, other=0)
@@ -221,8 +228,9 @@ def lower_commit(call: OpCall, program: Program) -> list[Launch]:
 
 
 @triton.jit
-def commit_one(slots_ptr, count_ptr, emitted_ptr, length_ptr, anchor_ptr):
+def commit_one(slots_ptr, count_ptr, emitted_ptr, length_ptr, anchor_ptr, CHAINED: tl.constexpr):
     """dflash.commit_chunk, one block."""
+    begin(CHAINED)
     slot = tl.load(slots_ptr)
     if slot >= 0:
         tl.store(length_ptr + slot, tl.load(length_ptr + slot) + tl.load(count_ptr))

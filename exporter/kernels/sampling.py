@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from exporter.kernels.argmax import BestKeys, best_key, lower_best_keys
+from exporter.kernels.dependency import begin
 from exporter.kernels.distribution import draw_id, find_cut, probability
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.kernels.order import is_finite, key_id, key_order, value_of
@@ -28,12 +29,13 @@ ROW_WARPS = 16
 def sample_rows(keys_ptr, logits_ptr, tokens_ptr, positions_ptr, slots_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
                 seed_ptr, ids_ptr, probs_ptr, decisions_ptr, BLOCK_ROWS: tl.constexpr, CANDIDATES: tl.constexpr,
                 VOCAB: tl.constexpr, LIVE: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
-                BLOCK: tl.constexpr, BLOCKS_PAD: tl.constexpr):
+                BLOCK: tl.constexpr, BLOCKS_PAD: tl.constexpr, CHAINED: tl.constexpr):
     """decisions[row] above temperature 0: KEPT, or the token that the row would end the block with. Grid: rows.
 
     A row decides as if every row before it had kept its proposal. Dead rows, rows at temperature 0 and rows without a
     finite best logit decide nothing: their decision is left as it is, and not read.
     """
+    begin(CHAINED)
     row = tl.program_id(0)
     group, i = row // BLOCK_ROWS, row % BLOCK_ROWS
     lane, position = tl.load(slots_ptr + group), tl.load(positions_ptr + row)
@@ -72,8 +74,9 @@ def sample_rows(keys_ptr, logits_ptr, tokens_ptr, positions_ptr, slots_ptr, temp
 
 @triton.jit
 def decide_lane(keys_ptr, decisions_ptr, positions_ptr, slots_ptr, temperature_ptr, emitted_ptr, produced_ptr,
-                CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+                CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHAINED: tl.constexpr):
     """dflash.sample from the row's keys and decision. Grid: lanes."""
+    begin(CHAINED)
     row = tl.program_id(0)
     lane = tl.load(slots_ptr + row)
     live = (lane >= 0) & (tl.load(positions_ptr + row) >= 0)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from exporter.kernels.argmax import best_key, lower_best_keys
+from exporter.kernels.dependency import begin
 from exporter.kernels.launch import Kernel, Launch, OpCall
 from exporter.kernels.order import LOWEST, is_finite, key_id, key_of, key_order, ordered, value_of
 from exporter.kernels.philox import PROPOSAL, draw
@@ -28,12 +29,13 @@ RUN_TERMS = 128  # terms of a run; longer sums are halved
 def score_pairs(ids_ptr, unary_ptr, projected_ptr, predecessor_ptr, successor_ptr, tokens_ptr, positions_ptr,
                 slots_ptr, pairs_ptr, BLOCK_ROWS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
                 RANK: tl.constexpr, VOCAB: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr,
-                RUN: tl.constexpr, LOG_PARTIALS: tl.constexpr):
+                RUN: tl.constexpr, LOG_PARTIALS: tl.constexpr, CHAINED: tl.constexpr):
     """pairs[group, slot, a, c]: the score of candidate c after candidate a of the slot before (a = 0: the anchor).
 
     Grid: top_k, depth, groups. The products of a score are summed as numpy sums them where the rank is a power of two:
     PARTIALS running sums, LANES for each RUN terms, added as a balanced tree.
     """
+    begin(CHAINED)
     a, i, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = group * BLOCK_ROWS + i + 1
     if (tl.load(slots_ptr + group) >= 0) & (tl.load(positions_ptr + row) >= 0) & ((i > 0) | (a == 0)):
@@ -82,8 +84,9 @@ def _inverse_cdf(q, k, u, K_PAD: tl.constexpr):
 
 @triton.jit
 def walk_slots(pairs_ptr, ids_ptr, positions_ptr, slots_ptr, temperature_ptr, seed_ptr, proposals_ptr, out_ids_ptr,
-               probs_ptr, BLOCK_ROWS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr):
+               probs_ptr, BLOCK_ROWS: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, CHAINED: tl.constexpr):
     """Choose from left to right. Grid: groups."""
+    begin(CHAINED)
     group, k = tl.program_id(0), tl.arange(0, K_PAD)
     depth: tl.constexpr = BLOCK_ROWS - 1
     lane = tl.load(slots_ptr + group)
@@ -149,8 +152,9 @@ def lower_selector_walk(call: OpCall, program: Program) -> list[Launch]:
 
 @triton.jit
 def propose_best(keys_ptr, proposals_ptr, ids_ptr, probs_ptr, BLOCK_ROWS: tl.constexpr, ROWS_PAD: tl.constexpr,
-                 CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+                 CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHAINED: tl.constexpr):
     """The argmax of each row but the anchor's, with probability 1. Grid: groups."""
+    begin(CHAINED)
     group, i = tl.program_id(0), tl.arange(0, ROWS_PAD)
     depth: tl.constexpr = BLOCK_ROWS - 1
     token = key_id(best_key(keys_ptr, group * BLOCK_ROWS + 1 + i, i < depth, CHUNKS, CHUNKS_PAD))

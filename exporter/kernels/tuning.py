@@ -12,8 +12,14 @@ from dflash_core.formats import FORMATS, Format
 
 # Matrices of at least this many weights are streamed through shared memory in a loop.
 STREAMED_ELEMENTS = 1 << 23
+# Smaller ones than this are taken whole even where nothing is fused before or after them.
+WHOLE_ELEMENTS = 1 << 21
 WHOLE_OUT_ROWS = 16
 MIN_SLICE, MAX_SLICE = 128, 512  # columns per warp
+MIN_LARGE_TILES = 64  # blocks below which a prefill occupies a device better with small tiles
+PACKED_COLUMNS = 256  # of a step of exporter.kernels.linear_packed
+PACKED_SLICES = 4
+FEW_PACKED_BLOCKS = 264  # two for each processor of an H200; below, a block shares its reduction out over its warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,16 @@ class LinearTile:
     stages: int
 
 
-def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format) -> LinearTile:
-    """The tile for a matrix of this shape and this many activation rows."""
+def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, gated: bool = False) -> LinearTile:
+    """The tile for a matrix of this shape and this many activation rows.
+
+    Args:
+        gated: two products share the block's registers.
+    """
+    if rows > MAX_STEP_ROWS and in_features % 64 == 0:
+        tile = LinearTile(128 if gated else 256, 128, 64, 8, 3)
+        if -(-out_features // tile.out) * -(-rows // tile.rows) >= MIN_LARGE_TILES:
+            return tile
     tile_rows = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     largest = 256 if fmt is Format.NVFP4 else 128
     depth = next(d for d in (largest, largest // 2, largest // 4, 32) if in_features % d == 0)
@@ -77,9 +91,24 @@ def whole_tile(out_features: int, in_features: int, fmt: Format) -> WholeTile | 
     return None
 
 
-# Keys that one attention block handles: a split of the context, at absolute positions.
-SPLIT_TOKENS = 512
+def packed_slices(out_features: int, in_features: int, fmt: Format) -> int | None:
+    """Slices of the reduction for exporter.kernels.linear_packed; None where it does not apply."""
+    if fmt is Format.BF16 or out_features * in_features < STREAMED_ELEMENTS or in_features % PACKED_COLUMNS:
+        return None
+    few = out_features // 64 < FEW_PACKED_BLOCKS
+    return PACKED_SLICES if few and in_features % (PACKED_SLICES * PACKED_COLUMNS) == 0 else 1
+
+
+def split_tokens(context: int) -> int:
+    """Positions that one attention block of a step handles: short splits finish sooner, but all that are live are
+    merged by one block."""
+    return min(max(1 << (context // MAX_SPLITS - 1).bit_length() if context > MAX_SPLITS else 1, MIN_SPLIT), MAX_SPLIT)
+
+
+MAX_SPLITS = 32
+MIN_SPLIT, MAX_SPLIT = 64, 512
 STEP_QUERY_ROWS = 8
+STEP_ATTENTION_WARPS = 8
 # Rows of the largest step graph, eight sequences of a block of sixteen; more rows are a prefill.
 MAX_STEP_ROWS = 128
-PREFILL_QUERY_ROWS = 32
+PREFILL_QUERY_ROWS, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 2

@@ -75,15 +75,17 @@ def open_device(name: str) -> GpuDevice:
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise CompatibilityError("DEVICE_UNKNOWN", "not the name of a GPU", expected="cuda or cuda:N", got=name)
+        raise CompatibilityError("DEVICE_UNKNOWN", "not the name of a GPU", where="--device", expected="cuda or cuda:N",
+                                 got=name, hint="name a GPU as `nvidia-smi -L` counts them, or cpu")
     driver, ordinal = open_driver(), int(match["ordinal"] or 0)
     count = driver.device_count()
     if count == 0:
         raise DriverError("CUDA_ERROR_NO_DEVICE", "the driver reports no device", where="cuDeviceGetCount",
                           hint="check `nvidia-smi` and CUDA_VISIBLE_DEVICES; a MIG GPU needs an instance")
     if ordinal >= count:
-        raise CompatibilityError("DEVICE_UNKNOWN", "this machine has no such GPU",
-                                 expected=f"cuda:0 to cuda:{count - 1}", got=name)
+        raise CompatibilityError("DEVICE_UNKNOWN", "this machine has no such GPU", where="--device",
+                                 expected=f"cuda:0 to cuda:{count - 1}", got=name,
+                                 hint="name one of those, or make more visible in CUDA_VISIBLE_DEVICES")
     handle = driver.device(ordinal)
     if driver.device_attribute(handle, DeviceAttribute.COMPUTE_MODE) == COMPUTE_MODE_PROHIBITED:
         raise CompatibilityError("COMPUTE_MODE", "the GPU's compute mode lets no program use it", where=name,

@@ -14,7 +14,16 @@ from dflash_core.errors import CompatibilityError, DriverError
 from dflash_core.v1 import graph_pb2 as pb
 
 from runtime.check import CheckedCore
-from runtime.driver import GraphExec, GraphHandle, KernelLaunch, NodeHandle, Stream, address_of, pointer_array
+from runtime.driver import (
+    DriverEdge,
+    GraphExec,
+    GraphHandle,
+    KernelLaunch,
+    NodeHandle,
+    Stream,
+    address_of,
+    pointer_array,
+)
 from runtime.gpu.device import GpuDevice, Releases
 from runtime.gpu.kernels import LoadedKernel, check_threads
 from runtime.gpu.nodes import Addresses, ParamLayout, dims, expand, parameters, place_of, unsupported
@@ -41,7 +50,8 @@ class GraphBuilder:
         handle = driver.create_graph()
         try:
             added = self._add_nodes(handle, graph.name, nodes)
-            driver.add_edges(handle, [(added[getattr(e, "from")], added[e.to]) for e in edges], f"graph {graph.name}")
+            joined = [DriverEdge(added[getattr(e, "from")], added[e.to], bool(e.type)) for e in edges]
+            driver.add_edges(handle, joined, f"graph {graph.name}")
             self._check_built(handle, graph.name, len(nodes), len(edges))
         except BaseException:
             driver.destroy_graph(handle)

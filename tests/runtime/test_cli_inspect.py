@@ -266,7 +266,7 @@ def test_inspect_counts_the_nodes_that_a_bucket_launches(toy: ToyCore):
     assert report["export_device"] == "H200"
     assert {"buffer_class": "kv_arena", "target": "cpu", "buffers": 1, "nbytes": 512,
             "per_symbol": {"kv_pages": 23_040}} in report["memory"]
-    assert "exported  by dflash (version not recorded) on H200" in run("inspect", toy.path).stdout
+    assert "exported  by dflash (version not recorded), graphs captured on H200" in run("inspect", toy.path).stdout
 
 
 def test_inspect_shows_a_core_without_a_draft(tmp_path: Path):
@@ -277,7 +277,7 @@ def test_inspect_shows_a_core_without_a_draft(tmp_path: Path):
 
     assert (report["draft"], report["speculation"], report["export_device"]) == (None, None, None)
     assert "draft     none\n" in text
-    assert "exported  by dflash (version not recorded) without a device\n" in text
+    assert "exported  by dflash (version not recorded), graphs recorded without a device\n" in text
     assert "checkpoint files" not in text
     assert "signers" not in text
 

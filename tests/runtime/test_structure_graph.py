@@ -91,8 +91,10 @@ CPU_ROWS = [
     ("a cycle of two", "t.edges.append(GraphEdge(to=0, **{'from': 1}))", "GRAPH_CYCLE"),
     ("a cycle behind other nodes", "t.edges.append(GraphEdge(to=1, **{'from': 2}))", "GRAPH_CYCLE"),
     ("a cycle in a graph of its own", "d.edges.append(GraphEdge(to=0, **{'from': 1}))", "GRAPH_CYCLE"),
-    ("a programmatic edge", "t.edges[0].type = 1", "FEATURE_UNSUPPORTED"),
-    ("a programmatic port", "t.edges[0].from_port = 1", "FEATURE_UNSUPPORTED"),
+    ("a programmatic edge from the end of a kernel", "t.edges[0].type = 1", "FEATURE_UNSUPPORTED"),
+    ("a full edge from inside a kernel", "t.edges[0].from_port = 1", "FEATURE_UNSUPPORTED"),
+    ("an edge in launch order", "t.edges[0].from_port = 2; t.edges[0].type = 1", "FEATURE_UNSUPPORTED"),
+    ("a programmatic edge to a copy", "t.edges[0].from_port = t.edges[0].type = 1", "GRAPH_REF"),
     ("an unknown type of edge", "t.edges[0].type = 2", "MANIFEST_UNKNOWN"),
     ("an unknown port", "t.edges[0].from_port = 3", "MANIFEST_UNKNOWN"),
     # templates
@@ -137,8 +139,12 @@ CPU_ROWS = [
     ("unknown field in a patch", "v.overrides[0].params[0].MergeFromString(UNKNOWN)", "MANIFEST_UNKNOWN"),
 ]
 
-# n: the node that launches "attend"; o: the one that launches "add".
+# n: the node that launches "attend"; o: the one that launches "add"; d: their graph.
 GPU_ROWS = [
+    ("a programmatic edge to a kernel that does not wait", "join(d)", "GRAPH_REF"),
+    ("a programmatic edge to a kernel of which one variant does not wait",
+     "join(d); m.kernels[1].variants[0].waits_on_dependency = True; v = m.kernels[1].variants.add(); "
+     "v.CopyFrom(m.kernels[1].variants[0]); v.waits_on_dependency = False", "GRAPH_REF"),
     ("no grid", "n.ClearField('grid')", "GRAPH_LIMIT"),
     ("an empty grid", "n.grid.y = 0", "GRAPH_LIMIT"),
     ("a grid too high", "n.grid.z = 65536", "GRAPH_LIMIT"),
@@ -177,6 +183,11 @@ def add_dimensions(spec: TensorMapSpec, count: int) -> None:
         sizes.extend([1] * count)
 
 
+def join(graph: graph_pb2.Graph) -> None:
+    """Let the graph's second node start while its first still runs."""
+    graph.edges.add(to=1, from_port=1, type=1, **{"from": 0})
+
+
 def refusal(graphs: GraphSet, manifest: RebuildManifest, target_id: int | None) -> DflashError:
     with pytest.raises(DflashError) as caught:
         check_graph_set(graphs, manifest, target_id)
@@ -186,6 +197,40 @@ def refusal(graphs: GraphSet, manifest: RebuildManifest, target_id: int | None) 
 def test_accepts_sound_graph_sets():
     check_graph_set(cpu_graphs(), sound_manifest(), 0)
     check_graph_set(gpu_graphs(), sound_manifest(), 1)
+
+
+def waiting(manifest: RebuildManifest, kernel_id: int) -> RebuildManifest:
+    """The manifest with a kernel that waits for what a programmatic edge leads from."""
+    for variant in next(k for k in manifest.kernels if k.kernel_id == kernel_id).variants:
+        variant.waits_on_dependency = True
+    return manifest
+
+
+def test_accepts_a_programmatic_edge_to_a_kernel_that_waits():
+    graphs = gpu_graphs()
+    join(graphs.graphs[0])
+
+    check_graph_set(graphs, waiting(sound_manifest(), 1), 1)
+
+
+def test_a_kernel_that_a_bucket_puts_behind_a_programmatic_edge_waits_as_well():
+    graphs, manifest = cpu_graphs(), waiting(sound_manifest(), 1)
+    template, verify = graphs.templates[0], graphs.graphs[1]
+    other = manifest.kernels.add()
+    other.CopyFrom(next(k for k in manifest.kernels if k.kernel_id == 1))
+    other.kernel_id = 77
+    second = template.nodes.add()
+    second.CopyFrom(template.nodes[0])
+    second.node_id = len(template.nodes) - 1
+    template.edges.add(to=second.node_id, from_port=1, type=1, **{"from": 0})
+    verify.overrides.add(node_id=second.node_id, kernel_id=77)
+    check_graph_set(graphs, manifest, 0)
+    for variant in other.variants:
+        variant.waits_on_dependency = False
+
+    error = refusal(graphs, manifest, 0)
+
+    assert (error.code, error.got) == ("GRAPH_REF", "kernel id 77")
 
 
 @pytest.mark.parametrize(("change", "code"), [row[1:] for row in CPU_ROWS], ids=[row[0] for row in CPU_ROWS])
@@ -209,7 +254,7 @@ def test_refuses_a_gpu_graph_set_with(change: str, code: str):
     graphs, manifest = gpu_graphs(), sound_manifest()
     exec(change, {
         "n": graphs.graphs[0].nodes[0], "o": graphs.graphs[0].nodes[1], "m": manifest, "graph_pb2": graph_pb2,
-        "add_dimensions": add_dimensions,
+        "add_dimensions": add_dimensions, "d": graphs.graphs[0], "join": join,
     })
 
     assert refusal(graphs, manifest, 1).code == code

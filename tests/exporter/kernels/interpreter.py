@@ -16,15 +16,18 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
 from dflash_core.v1 import graph_pb2
 
+from exporter.kernels.dependency import switched
 from exporter.program.builder import OpCall, Program, Tensor
 from runtime.ops import DType, call, find_op
 
@@ -42,6 +45,7 @@ class Case:
     ops: Sequence[tuple[str, dict[str, Any]]]
     codes: dict[str, DType] = field(default_factory=dict)  # arrays of bytes that hold E4M3 or E2M1 codes
     names: dict[int, dict[str, str]] = field(default_factory=dict)  # op index -> operand name -> array name
+    tuning: dict[str, int] = field(default_factory=dict)  # thresholds of exporter.kernels.tuning to use instead
 
     def array_name(self, index: int, operand: str) -> str:
         return self.names.get(index, {}).get(operand, operand)
@@ -66,12 +70,15 @@ class Case:
         return program, tensors, calls
 
 
-def lower(name: str, calls: list[OpCall], program: Program) -> list[Any]:
-    """Launches of a lowering function, named "module.function", for one call or (`many`) for a sequence."""
+def lower(name: str, calls: list[OpCall], program: Program, *, chained: bool = False,
+          tuning: Mapping[str, int] | None = None) -> list[Any]:
+    """Launches of a lowering function, named "module.function", for one call or (`many`) for a sequence; `chained`:
+    compiled for a programmatic chain, which the interpreter does not know."""
     module, function = name.split(".")
     lowering = getattr(importlib.import_module(f"exporter.kernels.{module}"), function)
     many = function in ("lower_begin", "lower_accept", "lower_graph")
-    return lowering(calls if many else calls[0], program)
+    with patch.multiple("exporter.kernels.tuning", **tuning) if tuning else nullcontext():
+        return [switched(launch, chained) for launch in lowering(calls if many else calls[0], program)]
 
 
 class Interpreter:
@@ -112,7 +119,7 @@ def _receive(stream: Any) -> Any:
 
 def _interpret(lowering: str, case: Case) -> dict[str, np.ndarray]:
     program, tensors, calls = case.recorded()
-    launches = lower(lowering, calls, program)
+    launches = lower(lowering, calls, program, tuning=case.tuning)
     memory = {}
     for buffer in program.buffers:
         memory[buffer.buffer_id] = np.full(buffer.fixed_bytes + 2 * GUARD_NBYTES, GUARD_BYTE, np.uint8)
@@ -154,6 +161,32 @@ def _as_torch(memory: dict[int, np.ndarray], tensor: Tensor) -> Any:
     return torch.from_numpy(_inside(memory, tensor)).view(element[tensor.dtype])
 
 
+@dataclass(frozen=True)
+class _Results:
+    """What an operation with several results gives the interpreter."""
+
+    handles: list[Any]
+
+    def get_result(self, index: int) -> Any:
+        return self.handles[index]
+
+
+def _run_asm(asm: str, codes: np.ndarray, factor: np.ndarray) -> list[np.ndarray]:
+    """What the inline assembly of `exporter.kernels.linear_packed` does to each four bytes, restated with tables."""
+    from exporter.kernels import linear_packed
+
+    factors = factor.view(ml_dtypes.bfloat16).astype(np.float64)
+    swapped = codes.reshape(*codes.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(codes.shape)
+    if asm == linear_packed.E4M3_TIMES_POWER.value:
+        values = [swapped.view(ml_dtypes.float8_e4m3fn).astype(np.float64)]
+    else:
+        assert asm == linear_packed.E2M1_TIMES_FACTOR.value
+        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        table = np.concatenate([magnitudes, -magnitudes]) * 2.0**-126
+        values = [table[swapped & 15], table[swapped >> 4]]
+    return [(v * factors).astype(ml_dtypes.bfloat16).view(np.uint16) for v in values]
+
+
 def _mend_interpreter() -> None:
     """Where the interpreter differs from a GPU: it truncates fp32 to bf16 where hardware rounds to nearest, ties to
     even; it computes with the bits of bf16 and fp8 values; the result of a comparison of fp32 scalars turns into fp32
@@ -177,7 +210,7 @@ def _mend_interpreter() -> None:
 
     numpy_types = {tl.bfloat16: ml_dtypes.bfloat16, tl.float8e4nv: ml_dtypes.float8_e4m3fn, tl.float32: np.float32}
     cast, binary = interpreter.InterpreterBuilder.cast_impl, interpreter.InterpreterBuilder.binary_op
-    patch = interpreter._patch_lang_tensor
+    patch_tensor = interpreter._patch_lang_tensor
 
     def through_fp32(builder: Any, source: Any, target: Any, *_: Any) -> Any:
         small = (tl.bfloat16, tl.float8e4nv)
@@ -197,13 +230,19 @@ def _mend_interpreter() -> None:
         wide = [h.data.view(ml_dtypes.bfloat16).astype(np.float32) for h in (a, b)]
         return interpreter.TensorHandle(np.matmul(*wide, dtype=np.float32) + c.data, c.dtype.scalar)
 
+    def inline_asm(builder: Any, asm: str, constraints: str, args: list[Any], types: list[Any], pure: bool,
+                   pack: int) -> Any:
+        return _Results([interpreter.TensorHandle(values, tl.bfloat16) for values in _run_asm(
+            asm, *(a.data for a in args))])
+
     def scalar_bounds(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
 
     builder = interpreter.InterpreterBuilder
     builder.cast_impl, builder.create_fp_to_fp, builder.binary_op = through_fp32, through_fp32, bf16_arithmetic
     builder.create_dot = bf16_product
+    builder.create_inline_asm = inline_asm
     interpreter._patch_lang_tensor = scalar_bounds
     interpreter._convert_float = nearest
     interpreter.InterpreterBuilder.create_splat = splat_as_is

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from exporter.kernels.attention import paged_attention
+from exporter.kernels.attention_many import prefill_attention
 from exporter.kernels.rope import rope_heads
 from runtime.ops import DType
 from tests.exporter.kernels.interpreter import Case, lower, same_bits
@@ -58,6 +59,8 @@ CASES = [
     pytest.param([0], [8], 8, {"heads": 4, "kv_heads": 4}, id="the first tokens, one head each"),
     pytest.param([1], [16], 16, {"heads": 2, "kv_heads": 1}, id="a block of sixteen"),
     pytest.param([30], [33], 40, {}, id="a prefill chunk"),
+    pytest.param([0], [70], 70, {"norm": True}, id="a first chunk of two tiles"),
+    pytest.param([17], [1], 100, {}, id="a chunk of which one row is live"),
 ]
 
 
@@ -104,7 +107,7 @@ def functions(case):
 
 def test_rotation_and_cache_write_join_attention_where_a_block_fits_one_tile():
     assert functions(attention_case([5], [8], 8)) == [paged_attention]
-    assert functions(attention_case([5], [33], 40)) == [rope_heads, paged_attention]
+    assert functions(attention_case([5], [33], 40)) == [rope_heads, prefill_attention]
 
 
 CONTEXT = [pytest.param(3, id="three accepted rows"), pytest.param(0, id="none accepted")]

@@ -11,6 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from exporter.capture.compile import check_waits
 from exporter.kernels.launch import Launch
 from exporter.program.builder import Tensor
 from runtime.ops import DType
@@ -49,8 +50,9 @@ def test_compiles_for_sm_90_without_spills(shape, name, tmp_path):
     lowering, case = lowered_ops(SHAPES[shape])[name]
     program, _, calls = case.recorded()
 
-    for launch in lower(lowering, calls, program):
+    for launch in lower(lowering, calls, program, chained=True):
         compiled = compile_launch(launch)
+        check_waits(compiled.asm["ptx"], compiled.metadata.name)
         (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
         found = resources(tmp_path / "kernel.cubin")
 

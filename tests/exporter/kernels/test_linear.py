@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from exporter.kernels.linear import linear_rows
+from exporter.kernels.linear_packed import linear_packed
 from exporter.kernels.linear_whole import linear_whole
 from runtime.ops import DType
 from tests.exporter.kernels.interpreter import Case, lower
@@ -69,6 +72,15 @@ SHAPES = [
     pytest.param(20, 576, 48, id="three row tiles"),
     pytest.param(150, 64, 64, id="prefill tiles"),
 ]
+LARGE = [
+    pytest.param("bf16", 9, 192, 96, "add", id="bf16, looped"),
+    pytest.param("nvfp4", 5, 192, 96, "store", id="nvfp4, looped, too narrow to be renumbered"),
+    pytest.param("mxfp8", 3, 1024, 128, "store", id="mxfp8, the reduction in four parts"),
+    pytest.param("mxfp8", 9, 768, 128, "silu", id="mxfp8, normalized and gated, two row tiles"),
+    pytest.param("nvfp4", 3, 2048, 64, "silu", id="nvfp4, normalized and gated, the reduction in four parts"),
+    pytest.param("nvfp4", 9, 768, 96, "f32", id="nvfp4, two row tiles, the last tile half full"),
+]
+SMALL_IS_LARGE = {"STREAMED_ELEMENTS": 1 << 14}
 
 
 @pytest.mark.parametrize("epilogue", ["store", "f32", "add", "silu"])
@@ -85,9 +97,23 @@ def test_computes_what_the_ops_say(interpreter, fmt, rows, in_features, out_feat
     assert epilogue == "f32" or (got == want).mean() > 0.99
 
 
+@pytest.mark.parametrize(("fmt", "rows", "in_features", "out_features", "epilogue"), LARGE)
+def test_large_matrix_computes_what_the_ops_say(interpreter, fmt, rows, in_features, out_features, epilogue):
+    case, result = fused_case(fmt, rows, in_features, out_features, norm=epilogue == "silu", epilogue=epilogue)
+    case = replace(case, tuning=SMALL_IS_LARGE)
+    function = linear_rows if in_features < 256 else linear_packed
+    assert [launch.kernel.function for launch in launches_of(case)] == [function]
+
+    got = interpreter.run("lower.lower_graph", case)[result].astype(np.float32)
+
+    want = case.expected()[result].astype(np.float32)
+    assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+    assert epilogue == "f32" or (got == want).mean() > 0.99
+
+
 def launches_of(case):
     program, _, calls = case.recorded()
-    return lower("lower.lower_graph", calls, program)
+    return lower("lower.lower_graph", calls, program, tuning=case.tuning)
 
 
 def test_a_norm_and_an_activation_are_part_of_the_one_launch_that_needs_them():
@@ -105,7 +131,7 @@ def test_a_residual_add_is_part_of_the_linear_before_it():
 
     (launch,) = launches_of(case)
 
-    assert launch.kernel.function is linear_rows
+    assert launch.kernel.function is linear_whole
     assert launch.kernel.ops == ("dflash.linear_nvfp4/1", "dflash.add/1")
     assert [t.name for t in launch.writes] == ["residual"]
 
@@ -122,12 +148,14 @@ def test_a_norm_that_two_linears_read_is_launched_on_its_own():
     assert names == [("dflash.rms_norm/1",), ("dflash.linear/1",), ("dflash.linear/1",)]
 
 
+@pytest.mark.parametrize("tuning", [{}, SMALL_IS_LARGE], ids=["whole", "packed"])
 @pytest.mark.parametrize("rows", [1, 8, 20])
-def test_a_row_has_the_same_bits_in_any_company(interpreter, rows):
-    case, result = fused_case("mxfp8", rows, 576, 48, norm=True, epilogue="silu")
-    alone = Case({**case.arrays, "x": case.arrays["x"][:1], "normed": case.arrays["normed"][:1],
-                  "y": case.arrays["y"][:1], "gated": case.arrays["gated"][:1]},
-                 [(op, {**scalars, "rows": 1}) for op, scalars in case.ops], case.codes, case.names)
+def test_a_row_has_the_same_bits_in_any_company(interpreter, rows, tuning):
+    case, result = fused_case("mxfp8", rows, 768, 64, norm=True, epilogue="silu")
+    case = replace(case, tuning=tuning)
+    alone = replace(case, arrays={**case.arrays, "x": case.arrays["x"][:1], "normed": case.arrays["normed"][:1],
+                                  "y": case.arrays["y"][:1], "gated": case.arrays["gated"][:1]},
+                    ops=[(op, {**scalars, "rows": 1}) for op, scalars in case.ops])
 
     together, single = (interpreter.run("lower.lower_graph", c)[result] for c in (case, alone))
 

@@ -463,8 +463,8 @@ class _Calls:
         return _add(fake, graph, "EMPTY", action=lambda: None)
 
     @staticmethod
-    def cuGraphAddDependencies(fake: FakeDriver, graph: Any, before: Any, after: Any, data: None, count: int) -> None:
-        fake.live(graph, "graph").edges.extend(zip(before, after, strict=True))
+    def cuGraphAddDependencies(fake: FakeDriver, graph: Any, before: Any, after: Any, data: Any, count: int) -> None:
+        fake.live(graph, "graph").edges.extend(zip(before, after, data, strict=True))
 
     @staticmethod
     def cuGraphGetNodes(fake: FakeDriver, graph: Any, count: int = 0) -> tuple[list[Handle], int]:
@@ -478,9 +478,10 @@ class _Calls:
     @staticmethod
     def cuGraphGetEdges(
         fake: FakeDriver, graph: Any, count: int = 0
-    ) -> tuple[list[Handle], list[Handle], list[int], int]:
+    ) -> tuple[list[Handle], list[Handle], list[SimpleNamespace], int]:
         edges = fake.live(graph, "graph").edges
-        return [a for a, _ in edges[:count]], [b for _, b in edges[:count]], [0] * count, len(edges)
+        before, after, data = zip(*edges[:count], strict=True) if count else ((), (), ())
+        return list(before), list(after), list(data), len(edges)
 
     @staticmethod
     def cuGraphKernelNodeGetParams(_: FakeDriver, node: Handle) -> SimpleNamespace:
@@ -507,7 +508,7 @@ class _Calls:
         work = fake.live(stream, "stream").work
         waiting = list(reversed(nodes))
         while waiting:
-            node = next(n for n in waiting if not any(b is n and a in waiting for a, b in edges))
+            node = next(n for n in waiting if not any(b is n and a in waiting for a, b, _ in edges))
             waiting.remove(node)
             work.append(node.action)
 
@@ -531,4 +532,7 @@ class _Pinned:
         memoryview(self.data).cast("B")[at] = value
 
 
+FakeDriver.CUgraphEdgeData = lambda _: SimpleNamespace(from_port=0, to_port=0, type=0)
+FakeDriver.CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
+FakeDriver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
 FakeDriver.CUDA_KERNEL_NODE_PARAMS = FakeDriver.CUDA_MEMSET_NODE_PARAMS = FakeDriver.CUDA_MEMCPY3D = SimpleNamespace

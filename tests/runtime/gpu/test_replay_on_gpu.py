@@ -13,22 +13,26 @@ from exporter.export import ExportRequest, export
 from runtime.cli import app
 from runtime.keys import generate_key, load_private_key
 from tests.runtime.gpu.fake_driver import FakeDriver
-from tests.served_core import tiny
 from tests.tiny_pair import write_pair
 
-__all__ = ["tiny"]
+
+def exported(folder: Path, capability: int | None) -> Path:
+    """The small pair as a signed core, beside its keys."""
+    write_pair(folder, seed=3)
+    generate_key(folder / "keys")
+    export(ExportRequest(target=folder / "target", draft=folder / "draft", out=folder / "core", batches=(1, 2),
+                         core_name="tiny", capability=capability), load_private_key(folder / "keys" / "key.pem"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported(tmp_path_factory.mktemp("replay"), None)
 
 
 @pytest.fixture(scope="module")
 def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small pair exported for sm_90, without a GPU."""
-    folder = tmp_path_factory.mktemp("replay")
-    write_pair(folder, seed=3)
-    generate_key(folder / "keys")
-    export(ExportRequest(target=folder / "target", draft=folder / "draft", out=folder / "core", batches=(1, 2),
-                         canary=False, core_name="tiny", capability=90),
-           load_private_key(folder / "keys" / "key.pem"))
-    return folder
+    return exported(tmp_path_factory.mktemp("replay"), 90)
 
 
 def run(folder: Path, *arguments: str) -> Any:
