@@ -43,13 +43,19 @@ DRAFT_CONFIG: dict[str, Any] = nest({**DRAFT, "num_target_layers": 3, "intermedi
 DEPTH, VOCAB, PAGE_TOKENS, CHUNK_TOKENS, CONTEXT = 3, 128, 8, 16, 64
 
 
-def _configs() -> tuple[TargetConfig, DraftConfig]:
+def _configs(draft_head_dim: int | None = None) -> tuple[TargetConfig, DraftConfig]:
     target = read_target_config(checkpoint_of(TARGET_CONFIG))
-    return target, read_draft_config(checkpoint_of(DRAFT_CONFIG, {**DRAFT_SHAPES, "fc.weight": (64, 128)}), target)
+    shapes = {**DRAFT_SHAPES, "fc.weight": (64, 128)}
+    return target, read_draft_config(checkpoint_of(_draft_config(draft_head_dim), shapes), target)
 
 
-def _shapes() -> dict[str, dict[str, tuple[int, ...]]]:
-    target, draft = _configs()
+def _draft_config(head_dim: int | None) -> dict[str, Any]:
+    """The draft's config; GPU kernels need a head size that is a power of two, which its own is not."""
+    return DRAFT_CONFIG if head_dim is None else {**DRAFT_CONFIG, "head_dim": head_dim}
+
+
+def _shapes(draft_head_dim: int | None = None) -> dict[str, dict[str, tuple[int, ...]]]:
+    target, draft = _configs(draft_head_dim)
     return {"target": target_tensor_shapes(target), "draft": draft_tensor_shapes(draft)}
 
 
@@ -59,11 +65,11 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
     return values.astype(ml_dtypes.bfloat16)
 
 
-def write_pair(folder: Path, seed: int) -> None:
+def write_pair(folder: Path, seed: int, *, draft_head_dim: int | None = None) -> None:
     """Write both checkpoints in bf16."""
-    rng = np.random.default_rng(seed)
-    for name, config in (("target", TARGET_CONFIG), ("draft", DRAFT_CONFIG)):
-        tensors = {key: ("BF16", shape, _values(key, shape, rng).tobytes()) for key, shape in _shapes()[name].items()}
+    rng, shapes = np.random.default_rng(seed), _shapes(draft_head_dim)
+    for name, config in (("target", TARGET_CONFIG), ("draft", _draft_config(draft_head_dim))):
+        tensors = {key: ("BF16", shape, _values(key, shape, rng).tobytes()) for key, shape in shapes[name].items()}
         path = folder / name
         path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(config))
@@ -81,10 +87,10 @@ class TinyProgram:
 
     @classmethod
     def record(cls, *, batches: Sequence[int] = (1,), drafted: bool = True, act: DType = DType.BF16,
-               page_tokens: int = PAGE_TOKENS) -> TinyProgram:
+               page_tokens: int = PAGE_TOKENS, draft_head_dim: int | None = None) -> TinyProgram:
         """Record the target's graphs, and the draft's unless `drafted` is False. All weights are bf16."""
-        target, draft = _configs()
-        shapes = _shapes()
+        target, draft = _configs(draft_head_dim)
+        shapes = _shapes(draft_head_dim)
         specs = dense.weight_specs(target, dict.fromkeys(shapes["target"], Format.BF16), shapes["target"], CONTEXT)
         if drafted:
             specs += dflash2.weight_specs(draft, {name: name for name in shapes["draft"]},

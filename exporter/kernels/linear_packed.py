@@ -17,7 +17,6 @@ import triton.language as tl
 
 from exporter.kernels.dependency import begin
 from exporter.kernels.epilogue import finish
-from exporter.kernels.linear import _inverse_rms
 
 THREADS = tl.constexpr(4)  # of a fragment's row
 ROWS = tl.constexpr(8)  # activation rows of a matrix instruction, and of a block: more would choose another one
@@ -122,16 +121,6 @@ def _activations(x, SLICES: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _normalized(x_ptr, norm_ptr, inverse, r, live, k, IN: tl.constexpr):
-    """Rows r at columns k [SLICES, WIDTH]: [SLICES, ROWS, WIDTH] bf16, rounded as dflash.rms_norm rounds."""
-    x = tl.load(x_ptr + r[None, :, None] * IN + k[:, None, :], mask=live[None, :, None], other=0.0)
-    if norm_ptr is not None:
-        rounded = (x.to(tl.float32) * inverse[None, :, None]).to(tl.bfloat16).to(tl.float32)
-        x = (rounded * tl.load(norm_ptr + k)[:, None, :].to(tl.float32)).to(tl.bfloat16)
-    return x
-
-
-@triton.jit
 def _product(w, x, acc):
     """w [SLICES, BN, WIDTH] times x [SLICES, WIDTH, ROWS] added to acc; without slices acc is [BN, ROWS]."""
     if len(acc.shape) == 2:
@@ -141,10 +130,9 @@ def _product(w, x, acc):
 
 
 @triton.jit
-def linear_packed(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out_ptr, rows,
+def linear_packed(x_ptr, w_ptr, scale_ptr, global_ptr, residual_ptr, out_ptr, rows,
                   IN: tl.constexpr, OUT: tl.constexpr, SLICES: tl.constexpr, FORMAT: tl.constexpr,
-                  EPILOGUE: tl.constexpr, EPS: tl.constexpr, NORM_BK: tl.constexpr, STAGES: tl.constexpr,
-                  CHAINED: tl.constexpr):
+                  EPILOGUE: tl.constexpr, STAGES: tl.constexpr, CHAINED: tl.constexpr):
     """Grid: tiles of eight rows, OUT * SLICES / 64. Four warps. OUT counts the result's columns; with SILU the weight
     has 2 * OUT rows, gate rows first. IN is a multiple of 256 * SLICES."""
     begin(CHAINED)
@@ -160,9 +148,6 @@ def linear_packed(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, o
     row = tl.where(n < OUT, n, 0).to(tl.int64) * IN + first
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = r < rows
-    inverse = 0.0
-    if norm_ptr is not None:
-        inverse = _inverse_rms(x_ptr, r, live, IN, EPS, ROWS, NORM_BK)
     s = tl.arange(0, SLICES)
     if SLICES == 1:
         acc = tl.zeros([BN, ROWS], tl.float32)
@@ -178,7 +163,8 @@ def linear_packed(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, o
                 up_scales = tl.load(eight + (row + k0 + OUT * IN) // 256)
         for part in tl.static_range(256 // WIDTH):
             k = s[:, None] * SLICE + k0 + part * WIDTH + tl.arange(0, WIDTH)[None, :]
-            x = _activations(_normalized(x_ptr, norm_ptr, inverse, r, live, k, IN), SLICES, WIDTH)
+            x = tl.load(x_ptr + r[None, :, None] * IN + k[:, None, :], mask=live[None, :, None], other=0.0)
+            x = _activations(x, SLICES, WIDTH)
             if FORMAT == 1:
                 w = _mxfp8(w_ptr, scales, row, k0, part, IN)
             else:

@@ -26,6 +26,7 @@ from exporter.kernels.linear_whole import linear_whole
 from exporter.kernels.norm import norm_rows
 from exporter.kernels.rope import rope_heads
 from exporter.kernels.tuning import (
+    MAX_BLOCK_ROWS,
     MAX_STEP_ROWS,
     PREFILL_QUERY_ROWS,
     PREFILL_STAGES,
@@ -36,6 +37,7 @@ from exporter.kernels.tuning import (
     linear_tile,
     packed_slices,
     split_tokens,
+    takes_norm,
     whole_tile,
 )
 from exporter.program.builder import OpCall, Program, Tensor
@@ -43,8 +45,6 @@ from runtime.ops import DType, find_op
 
 LINEAR = {"dflash.linear/1": Format.BF16, "dflash.linear_mxfp8/1": Format.MXFP8, "dflash.linear_nvfp4/1": Format.NVFP4}
 MAX_LANES = 4096
-MAX_BLOCK_ROWS = 16  # rows of one sequence that one attention block takes in a step graph
-LONG_BLOCK_ROWS = 32  # the same in a draft block longer than that
 
 Lower = Callable[[OpCall, Program], list[Launch]]
 
@@ -113,7 +113,7 @@ class _Lowering:
             return self._accept(index, call)
         if call.op in ("dflash.rope_cache/1", "dflash.norm_rope_cache/1"):
             follow = self.calls[index + 1] if index + 1 < len(self.calls) else call
-            if follow.op == "dflash.attention/1" and follow.number("block_rows") <= MAX_BLOCK_ROWS:
+            if follow.op == "dflash.attention/1" and follow.number("block_rows") <= STEP_QUERY_ROWS:
                 self.done.add(index + 1)
                 return [self._attention(follow, rope=call)]
             return [_rope(call)]
@@ -138,11 +138,13 @@ class _Lowering:
         return found
 
     def _norm(self, index: int, call: OpCall, x: Tensor, delta: Tensor | None) -> list[Launch]:
-        """Leave the norm to the one linear that reads it, unless that would repeat it for many rows; or launch it."""
+        """Leave the norm to the one linear that reads it, where repeating it in every block costs less than a launch;
+        otherwise launch it."""
         out = call.operands["out"]
         readers = self._readers(index, out)
-        few = call.number("rows") <= MAX_STEP_ROWS
-        alone = few and len(readers) == 1 and self.calls[readers[0]].op in LINEAR
+        reader = self.calls[readers[0]] if len(readers) == 1 else call
+        alone = reader.op in LINEAR and takes_norm(reader.number("out_features"), reader.number("in_features"),
+                                                   reader.number("rows"))
         if not alone:
             return [_norm_launch(call, x, delta, out)]
         self.norms[out.buffer_id] = _Norm(x, call.operands["weight"], call.real("eps"), "dflash.rms_norm/1",
@@ -192,7 +194,7 @@ class _Lowering:
         page_tokens, max_pages = call.number("page_tokens"), call.number("max_pages")
         if not block and block_rows > MAX_BLOCK_ROWS:
             return _prefill_attention(call)
-        tile = next((t for t in (STEP_QUERY_ROWS, MAX_BLOCK_ROWS) if block_rows <= t), LONG_BLOCK_ROWS)
+        tile = STEP_QUERY_ROWS
         repeat = heads // kv_heads
         m = max(16, 1 << (repeat * tile - 1).bit_length())
         tiles = -(-block_rows // tile)
@@ -310,30 +312,31 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
     out_features = call.number("out_features") // (2 if epilogue == SILU else 1)
     x = norm.x if norm else o["x"]
     constants: dict[str, int | float | None] = {
-        "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue,
-        "EPS": norm.eps if norm else 0.0}
+        "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue}
     few, gated = count <= MAX_STEP_ROWS, epilogue == SILU
     short = norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS
     whole = whole_tile(out_features, in_features, fmt) if few and short else None
-    slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few else None
-    norm_columns = min(1024, 1 << (in_features - 1).bit_length())
+    slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few and norm is None else None
     function = linear_rows
     if whole is not None:
         function = linear_whole
         tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, whole.out, whole.slices, 1
-        constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width}
+        constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width,
+                      "EPS": norm.eps if norm else 0.0}
     elif slices is not None:
         function = linear_packed
         tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, 64 // slices, 4, 3
-        constants |= {"SLICES": slices, "STAGES": stages, "NORM_BK": norm_columns}
+        constants |= {"SLICES": slices, "STAGES": stages}
     else:
         tile = linear_tile(out_features, in_features, count, fmt, gated=gated)
         tile_rows, tile_out, num_warps, stages = tile.rows, tile.out, tile.num_warps, tile.stages
-        constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages, "NORM_BK": norm_columns}
+        constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages,
+                      "EPS": norm.eps if norm else 0.0, "NORM_BK": min(1024, 1 << (in_features - 1).bit_length())}
     optional: dict[str, Tensor | None] = {
-        "scale_ptr": o.get("block_scale"), "global_ptr": o.get("global_scale"),
-        "norm_ptr": norm.weight if norm else None, "residual_ptr": residual,
+        "scale_ptr": o.get("block_scale"), "global_ptr": o.get("global_scale"), "residual_ptr": residual,
         "out_ptr": None if epilogue == ADD else out}
+    if function is not linear_packed:
+        optional["norm_ptr"] = norm.weight if norm else None
     arguments: dict[str, Tensor | int] = {"x_ptr": x, "w_ptr": o["weight"], "rows": count}
     for name, tensor in optional.items():
         if tensor is None:

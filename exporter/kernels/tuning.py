@@ -51,16 +51,13 @@ def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, 
         tile = LinearTile(128 if gated else 256, 128, 64, 8, 3)
         if -(-out_features // tile.out) * -(-rows // tile.rows) >= MIN_LARGE_TILES:
             return tile
-    tile_rows = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
-    largest = 256 if fmt is Format.NVFP4 else 128
-    depth = next(d for d in (largest, largest // 2, largest // 4, 32) if in_features % d == 0)
-    if tile_rows == 64:
+    depth = next(d for d in (128, 64, 32) if in_features % d == 0)
+    if rows > MAX_STEP_ROWS:
         return LinearTile(64, 64, min(depth, 64), 4, 4)
-    if out_features * in_features >= STREAMED_ELEMENTS:
-        return LinearTile(tile_rows, 64, depth, 4, 4)
-    if in_features % 128 == 0:
-        return LinearTile(8, 16, 128, 1, 5)
-    return LinearTile(8, 16, min(depth, 64), 2, 5)
+    # At most 32 weight rows: from 64 on the compiler takes another matrix instruction, whose sums may round otherwise,
+    # and it would do so for some numbers of rows only.
+    tile_rows = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return LinearTile(tile_rows, 16, depth, 1, 5) if tile_rows <= 16 else LinearTile(tile_rows, 32, depth, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +88,11 @@ def whole_tile(out_features: int, in_features: int, fmt: Format) -> WholeTile | 
     return None
 
 
+def takes_norm(out_features: int, in_features: int, rows: int) -> bool:
+    """Whether a matrix's kernel repeats the norm of its rows in every block, rather than read normalized rows."""
+    return rows <= MAX_STEP_ROWS and out_features * in_features < STREAMED_ELEMENTS
+
+
 def packed_slices(out_features: int, in_features: int, fmt: Format) -> int | None:
     """Slices of the reduction for exporter.kernels.linear_packed; None where it does not apply."""
     if fmt is Format.BF16 or out_features * in_features < STREAMED_ELEMENTS or in_features % PACKED_COLUMNS:
@@ -107,8 +109,10 @@ def split_tokens(context: int) -> int:
 
 MAX_SPLITS = 32
 MIN_SPLIT, MAX_SPLIT = 64, 512
+# Query rows of an attention block, whatever the graph's: how the probabilities of a row are summed depends on it.
 STEP_QUERY_ROWS = 8
 STEP_ATTENTION_WARPS = 8
+MAX_BLOCK_ROWS = 64  # rows of one sequence in a step graph; more are a prefill's chunk
 # Rows of the largest step graph, eight sequences of a block of sixteen; more rows are a prefill.
 MAX_STEP_ROWS = 128
-PREFILL_QUERY_ROWS, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 2
+PREFILL_QUERY_ROWS, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3

@@ -114,7 +114,7 @@ def test_a_witness_needs_a_gpu(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batches", [(1,), (1, 4)])
 def test_every_graph_of_a_pair_is_captured_as_it_is_recorded(batches):
-    pair, seen = TinyProgram.record(batches=batches, page_tokens=16).recorded, []
+    pair, seen = TinyProgram.record(batches=batches, page_tokens=16, draft_head_dim=32).recorded, []
     with Witness.open(pair.program) as witness:
         def check(graph, launched):
             witness.check(graph, launched)

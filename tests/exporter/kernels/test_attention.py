@@ -58,7 +58,7 @@ CASES = [
     pytest.param([520], [8], 8, {"norm": True}, id="two splits, normalized heads"),
     pytest.param([0], [8], 8, {"heads": 4, "kv_heads": 4}, id="the first tokens, one head each"),
     pytest.param([1], [16], 16, {"heads": 2, "kv_heads": 1}, id="a block of sixteen"),
-    pytest.param([30], [33], 40, {}, id="a prefill chunk"),
+    pytest.param([30], [33], 72, {}, id="a prefill chunk"),
     pytest.param([0], [70], 70, {"norm": True}, id="a first chunk of two tiles"),
     pytest.param([17], [1], 100, {}, id="a chunk of which one row is live"),
 ]
@@ -87,10 +87,11 @@ def test_a_draft_block_sees_its_context_and_itself(interpreter, causal, window):
     assert difference.max() <= 2.0**-7 * np.abs(want["out"].astype(np.float32)).max()
 
 
-def test_a_row_has_the_same_bits_in_verify_and_in_decode(interpreter):
-    verify = attention_case([508], [8], 8)
+@pytest.mark.parametrize("block_rows", [8, 16])
+def test_a_row_has_the_same_bits_in_verify_and_in_decode(interpreter, block_rows):
+    verify = attention_case([508], [block_rows], block_rows)
     done = interpreter.run("lower.lower_graph", verify)
-    for row in range(8):
+    for row in range(0, block_rows, 3):
         decode = attention_case([508 + row], [1], 1)
         arrays = {**decode.arrays, "kv": done["kv"], "page_table": verify.arrays["page_table"],
                   "qkv": verify.arrays["qkv"][row:row + 1]}
@@ -107,7 +108,8 @@ def functions(case):
 
 def test_rotation_and_cache_write_join_attention_where_a_block_fits_one_tile():
     assert functions(attention_case([5], [8], 8)) == [paged_attention]
-    assert functions(attention_case([5], [33], 40)) == [rope_heads, prefill_attention]
+    assert functions(attention_case([5], [16], 16)) == [rope_heads, paged_attention]
+    assert functions(attention_case([5], [33], 72)) == [rope_heads, prefill_attention]
 
 
 CONTEXT = [pytest.param(3, id="three accepted rows"), pytest.param(0, id="none accepted")]

@@ -18,7 +18,7 @@ from tests.tiny_pair import write_pair
 
 def exported(folder: Path, capability: int | None) -> Path:
     """The small pair as a signed core, beside its keys."""
-    write_pair(folder, seed=3)
+    write_pair(folder, seed=3, draft_head_dim=32)
     generate_key(folder / "keys")
     export(ExportRequest(target=folder / "target", draft=folder / "draft", out=folder / "core", batches=(1, 2),
                          core_name="tiny", capability=capability), load_private_key(folder / "keys" / "key.pem"))
