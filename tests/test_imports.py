@@ -20,7 +20,7 @@ NEVER_IN_RUNTIME = {"exporter", "safetensors", "scripts", "tests", "torch", "tra
 ALLOWED = {
     "proto": {"dflash_core", "google"},
     "runtime": {
-        "cryptography", "cuda", "dflash_core", "google", "jinja2", "ml_dtypes", "numpy", "prometheus_client",
+        "PIL", "cryptography", "cuda", "dflash_core", "google", "jinja2", "ml_dtypes", "numpy", "prometheus_client",
         "pydantic", "rich", "runtime", "starlette", "tokenizers", "typer", "uvicorn",
     },
 }

@@ -69,10 +69,10 @@ def undeclared(folder: str, requirements: list[str]) -> list[str]:
     ("folder", "extras"),
     [
         pytest.param("proto", [], id="contract"),
-        pytest.param("runtime", ["gpu", "serve"], id="runtime-needs-gpu-and-serve-at-most"),
+        pytest.param("runtime", ["gpu", "serve", "vision"], id="runtime-needs-gpu-serve-and-vision-at-most"),
         pytest.param("exporter", ["export"], id="exporter-needs-export"),
         pytest.param("scripts", ["demo", "export", "fuzz", "serve", "test"], id="scripts"),
-        pytest.param("tests", ["demo", "export", "serve", "test"], id="tests"),
+        pytest.param("tests", ["demo", "export", "serve", "test", "vision"], id="tests"),
     ],
 )
 def test_every_import_is_declared(folder: str, extras: list[str]) -> None:

@@ -149,6 +149,12 @@ class DriverError(DflashError):
     exit_code = ExitCode.RESOURCES
 
 
+class ImageError(DflashError):
+    """An image cannot be read, is larger than allowed, or does not fit the prompt it is meant for."""
+
+    exit_code = ExitCode.BAD_INPUT
+
+
 class QualityError(DflashError):
     """A quality gate did not hold."""
 

@@ -53,7 +53,8 @@ def test_error_crosses_a_process_boundary_unchanged(error):
     [
         ("DflashError", 1), ("UsageError", 2), ("RecipeError", 3), ("CheckpointError", 3), ("PlanError", 3),
         ("ConvertError", 3), ("CaptureError", 1), ("PolicyError", 4), ("VerificationError", 4), ("FormatError", 5),
-        ("CompatibilityError", 5), ("ResourceError", 6), ("DriverError", 6), ("QualityError", 7),
+        ("CompatibilityError", 5), ("ResourceError", 6), ("DriverError", 6), ("ImageError", 3),
+        ("QualityError", 7),
     ],
 )  # fmt: skip
 def test_every_class_has_its_exit_code(name, code):
@@ -63,7 +64,7 @@ def test_every_class_has_its_exit_code(name, code):
 def test_table_above_names_every_class():
     classes = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, DflashError)}
 
-    assert len(classes) == 14
+    assert len(classes) == 15
     assert all(issubclass(getattr(errors, n), Exception) for n in classes)
 
 
