@@ -71,13 +71,21 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The rows of a vision graph: one per patch of its bucket; `grid`, i32 [2], says which of them are the image."""
+
+    count: int
+    grid: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """Records ops for one set of rows."""
 
     graph: GraphRecorder
     weights: Mapping[str, StoredWeight]
     act: DType
-    rows: StepRows
+    rows: StepRows | ImageRows
 
     def scratch(self, name: str, cols: int, *, dtype: DType | None = None, rows: int | None = None) -> Tensor:
         return self.graph.program.scratch(name, dtype or self.act, (rows or self.rows.count, cols))

@@ -3,7 +3,21 @@
 A CPU core names these ops; a GPU kernel names the op that it computes. Importing this package registers them all.
 """
 
-from runtime.ops import accept, activation, attention, candidates, conv, linear, norm, rope, rows, selector
+from runtime.ops import (
+    accept,
+    activation,
+    attention,
+    candidates,
+    conv,
+    gelu,
+    linear,
+    norm,
+    norm_once,
+    rope,
+    rows,
+    selector,
+    vision,
+)
 from runtime.ops.registry import (
     DTYPE_BY_NAME,
     OPS,
@@ -43,9 +57,12 @@ __all__ = [
     "candidates",
     "conv",
     "find_op",
+    "gelu",
     "linear",
     "norm",
+    "norm_once",
     "rope",
     "rows",
     "selector",
+    "vision",
 ]

@@ -10,12 +10,15 @@ from runtime.ops.registry import ACT, F32, I32, U32, DTypeOf, arena, op, reads, 
 
 REGISTERED = [
     "dflash.accept/1", "dflash.accepted_positions/1", "dflash.add/1", "dflash.add_rms_norm/1",
-    "dflash.argmax_proposals/1", "dflash.attention/1", "dflash.block_attention/1", "dflash.block_positions/1",
-    "dflash.block_tokens/1", "dflash.chunk_positions/1", "dflash.commit/1", "dflash.commit_chunk/1",
-    "dflash.embedding/1", "dflash.grouped_conv/1", "dflash.last_row/1", "dflash.linear/1", "dflash.linear_mxfp8/1",
-    "dflash.linear_nvfp4/1", "dflash.norm_rope/1", "dflash.norm_rope_cache/1", "dflash.norm_rope_context/1",
-    "dflash.rms_norm/1", "dflash.rope_cache/1", "dflash.sample/1", "dflash.selector_walk/1", "dflash.silu_mul/1",
-    "dflash.tap/1", "dflash.top_candidates/1", "dflash.verify_tokens/1",
+    "dflash.add_rms_norm_once/1", "dflash.argmax_proposals/1", "dflash.attention/1", "dflash.block_attention/1",
+    "dflash.block_positions/1", "dflash.block_tokens/1", "dflash.chunk_positions/1", "dflash.commit/1",
+    "dflash.commit_chunk/1", "dflash.embedding/1", "dflash.gelu/1", "dflash.gelu_tanh/1", "dflash.grid_embedding/1",
+    "dflash.grouped_conv/1", "dflash.image_attention/1", "dflash.last_row/1", "dflash.linear/1",
+    "dflash.linear_mxfp8/1", "dflash.linear_nvfp4/1", "dflash.merge_patches/1", "dflash.norm_rope/1",
+    "dflash.norm_rope_cache/1", "dflash.norm_rope_context/1", "dflash.pixel_patches/1", "dflash.rms_norm/1",
+    "dflash.rms_norm_once/1", "dflash.rope_cache/1", "dflash.rope_grid/1", "dflash.sample/1", "dflash.selector_walk/1",
+    "dflash.silu_mul/1", "dflash.splice_embedding/1", "dflash.store_image/1", "dflash.tap/1",
+    "dflash.top_candidates/1", "dflash.verify_tokens/1",
 ]  # fmt: skip
 
 
