@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
+from dflash_core.errors import CompatibilityError
 from dflash_core.v1.manifest_pb2 import RebuildManifest
 
 from runtime.verify import VerifiedCore
@@ -57,8 +58,46 @@ class Core(Protocol):
     def file(self, path: str) -> bytes | None:
         """The bytes of a model file that the core carries as published ("tokenizer.json"), or None."""
 
-    def graph(self, role: str, batch: int) -> Graph:
-        """The smallest graph of this role that serves a batch. Raises CompatibilityError NO_GRAPH."""
+    def graph(self, role: str, batch: int, query_tokens: int = 1) -> Graph:
+        """The smallest graph of this role that serves a batch of so many rows each. Raises CompatibilityError NO_GRAPH.
+
+        Args:
+            query_tokens: tokens of a prefill chunk or of a block; patches of an image. Matters where a role has graphs
+                that differ in nothing else.
+        """
+
+
+class Bucket(Protocol):
+    """What a graph serves."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def query_tokens(self) -> int: ...
+
+
+B = TypeVar("B", bound=Bucket)
+
+
+def smallest_bucket(buckets: Iterable[B], role: str, batch: int, query_tokens: int, core_name: str) -> B:
+    """The smallest of a role's buckets that holds `batch` times `query_tokens` rows: fewest sequences first.
+
+    Raises:
+        CompatibilityError: NO_GRAPH; none does.
+    """
+    known = list(buckets)
+    wide = [b for b in known if b.batch >= batch]
+    if not wide:
+        raise CompatibilityError("NO_GRAPH", f"the core has no {role} graph for this batch", where=core_name,
+                                 expected=f"at most {max((b.batch for b in known), default=0)}", got=batch,
+                                 hint="export it with larger batch buckets")
+    fitting = [b for b in wide if b.query_tokens >= query_tokens]
+    if not fitting:
+        raise CompatibilityError("NO_GRAPH", f"the core has no {role} graph for this many rows", where=core_name,
+                                 expected=f"at most {max(b.query_tokens for b in wide)}", got=query_tokens,
+                                 hint="export it with larger buckets")
+    return min(fitting, key=lambda b: (b.batch, b.query_tokens))
 
 
 def carried_file(verified: VerifiedCore, path: str) -> bytes | None:

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from dflash_core.errors import CompatibilityError
 from dflash_core.v1 import graph_pb2, manifest_pb2
 
+from runtime.core import smallest_bucket
 from runtime.mapping import MappedCore
 from runtime.ops import DTYPE_BY_NAME, Args, Array, Op, Step
 
@@ -121,16 +121,11 @@ class LoadedCore:
                         return self._mapped.checked.verified.small_file(listed.ref)
         return None
 
-    def graph(self, role: str, batch: int) -> LoadedGraph:
-        """The smallest graph of this role that serves a batch.
+    def graph(self, role: str, batch: int, query_tokens: int = 1) -> LoadedGraph:
+        """The smallest graph of this role that serves a batch of so many rows each.
 
         Raises:
             CompatibilityError: NO_GRAPH; the core has no bucket of this size.
         """
-        fitting = [g for g in self.graphs.values() if g.role == role and g.batch >= batch]
-        if not fitting:
-            largest = max((g.batch for g in self.graphs.values() if g.role == role), default=0)
-            raise CompatibilityError("NO_GRAPH", f"the core has no {role} graph for this batch",
-                                     where=self.manifest.core_name, expected=f"at most {largest}", got=batch,
-                                     hint="export it with larger batch buckets")
-        return min(fitting, key=lambda g: g.batch)
+        of_role = (g for g in self.graphs.values() if g.role == role)
+        return smallest_bucket(of_role, role, batch, query_tokens, self.manifest.core_name)

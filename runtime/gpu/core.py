@@ -20,11 +20,11 @@ from math import prod
 from types import TracebackType
 from typing import Any, Self
 
-from dflash_core.errors import CompatibilityError, DriverError, FormatError
+from dflash_core.errors import DriverError, FormatError
 from dflash_core.v1 import graph_pb2, manifest_pb2
 
 from runtime.check import CheckedCore
-from runtime.core import carried_file
+from runtime.core import carried_file, smallest_bucket
 from runtime.driver import Driver, GraphExec, Stream
 from runtime.gpu.device import GpuDevice, Releases
 from runtime.gpu.graphs import GraphPool
@@ -33,8 +33,8 @@ from runtime.gpu.memory import CoreMemory, host_bytes
 
 _log = logging.getLogger(__name__)
 _CODES = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "f32": "f", "f64": "d", "i16": "h", "u16": "H", "i8": "b",
-          "u8": "B"}
-"""Element types that the host reads and writes, as codes of `array` and `struct`."""
+          "u8": "B", "bf16": "H"}
+"""Element types that the host reads and writes, as codes of `array` and `struct`; bf16 is read alone, as its bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class _Binding:
 
     name: str
     shape: tuple[int, ...]
+    dtype: str
     code: str
     itemsize: int
     space: Space
@@ -84,7 +85,7 @@ class GpuCore:
         self._checked, self._device, self._memory, self._pool = checked, device, memory, pool
         self._driver: Driver = device.driver
         self._stream, self._releases = stream, releases
-        self._graphs: dict[tuple[str, int], GpuGraph] = {}
+        self._graphs: dict[tuple[str, int, int], GpuGraph] = {}
         self._recorded: tuple[graph_pb2.Graph, ...] = checked.graphs
         self._host = host_bytes(memory.host_base, memory.layout.host_bytes) if memory.layout.host_bytes else None
         self._bindings = {b.name: self._bound(b) for b in self.manifest.contract.io}
@@ -145,14 +146,14 @@ class GpuCore:
         if binding.space is not Space.INPUT and self._busy:
             self.synchronize()
         if binding.view is not None:
-            return binding.view[offset:offset + count].tolist()
+            return _values(binding, binding.view[offset:offset + count].tolist())
         found = array(binding.code, bytes(count * binding.itemsize))
         if count:
             self._device.use()
             self._driver.copy_out(found.buffer_info()[0], binding.address + offset * binding.itemsize,
                                   count * binding.itemsize, self._stream)
             self._driver.synchronize(self._stream)
-        return found.tolist()
+        return _values(binding, found.tolist())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a binding; KeyError when the core has none of that name."""
@@ -162,26 +163,22 @@ class GpuCore:
         """The bytes of a model file that the core carries as published ("tokenizer.json"), or None."""
         return carried_file(self._checked.verified, path)
 
-    def graph(self, role: str, batch: int) -> GpuGraph:
-        """The smallest graph of this role that serves a batch; waits for one that is still being built.
+    def graph(self, role: str, batch: int, query_tokens: int = 1) -> GpuGraph:
+        """The smallest graph of this role that serves a batch of so many rows each; waits for one that is still being
+        built.
 
         Raises:
             CompatibilityError: NO_GRAPH; the core has no bucket of this size.
             DriverError: the graph could not be built.
         """
-        known = self._graphs.get((role, batch))
+        known = self._graphs.get((role, batch, query_tokens))
         if known is not None:
             return known
-        fitting = [g for g in self._recorded if g.role == role and g.bucket.batch >= batch]
-        if not fitting:
-            largest = max((g.bucket.batch for g in self._recorded if g.role == role), default=0)
-            raise CompatibilityError("NO_GRAPH", f"the core has no {role} graph for this batch",
-                                     where=self.manifest.core_name, expected=f"at most {largest}", got=batch,
-                                     hint="export it with larger batch buckets")
-        found = min(fitting, key=lambda g: g.bucket.batch)
-        graph = GpuGraph(self, found.name, role, found.bucket.batch, found.bucket.query_tokens,
-                         self._pool.executable(found.name))
-        self._graphs[role, batch] = graph
+        of_role = [g for g in self._recorded if g.role == role]
+        found = smallest_bucket((g.bucket for g in of_role), role, batch, query_tokens, self.manifest.core_name)
+        name = next(g.name for g in of_role if g.bucket == found)
+        graph = GpuGraph(self, name, role, found.batch, found.query_tokens, self._pool.executable(name))
+        self._graphs[role, batch, query_tokens] = graph
         return graph
 
     def launch(self, graph: GpuGraph) -> None:
@@ -248,13 +245,20 @@ class GpuCore:
         if place.space is not Space.DEVICE:
             host: Any = self._host
             view = host[start:start + prod(binding.shape) * itemsize].cast(code)
-        return _Binding(binding.name, tuple(binding.shape), code, itemsize, place.space, view, start,
+        return _Binding(binding.name, tuple(binding.shape), binding.dtype, code, itemsize, place.space, view, start,
                         self._memory.buffers[binding.buffer_id] + binding.offset)
 
     def _check_range(self, binding: _Binding, offset: int, count: int) -> None:
         size = prod(binding.shape)
         if not 0 <= offset <= offset + count <= size:
             raise IndexError(f"{binding.name} has {size} elements, not {offset} to {offset + count}")
+
+
+def _values(binding: _Binding, elements: list[Any]) -> list[Any]:
+    """What the elements mean: a bf16 is the upper half of an fp32."""
+    if binding.dtype != "bf16":
+        return elements
+    return array("f", array("I", [bits << 16 for bits in elements]).tobytes()).tolist()
 
 
 def address_of_bytes(data: bytearray) -> int:

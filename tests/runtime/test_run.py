@@ -1,11 +1,13 @@
 """A loaded core: buffers by name, graphs by role and batch, and orders that keep every edge."""
 
 import hashlib
+from dataclasses import dataclass
 
 import pytest
 from dflash_core.errors import CompatibilityError
 from dflash_core.v1 import weights_pb2
 
+from runtime.core import smallest_bucket
 from runtime.run import LoadedCore, LoadedGraph
 from tests.tiny_pair import TinyProgram
 
@@ -78,6 +80,29 @@ def test_what_the_host_writes_is_what_the_graphs_read(core):
 @pytest.mark.parametrize(("batch", "name"), [(1, "decode.b1"), (2, "decode.b4"), (3, "decode.b4"), (4, "decode.b4")])
 def test_smallest_graph_that_serves_the_batch_is_chosen(core, batch, name):
     assert core.graph("decode", batch).name == name
+
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+    batch: int
+    query_tokens: int
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(1, "p64"), (64, "p64"), (65, "p128"), (128, "p128"), (129, "p1024")])
+def test_smallest_graph_that_holds_the_rows_is_chosen(tokens, found):
+    buckets = [Named("p1024", 1, 1024), Named("p64", 1, 64), Named("p128", 1, 128), Named("wide", 2, 64)]
+
+    assert smallest_bucket(buckets, "vision", 1, tokens, "tiny").name == found
+
+
+def test_refuses_more_rows_than_any_graph_holds(core):
+    with pytest.raises(CompatibilityError) as refused:
+        core.graph("prefill", 1, 17)
+
+    error = refused.value
+    assert (error.code, error.what, error.expected, error.got) == (
+        "NO_GRAPH", "the core has no prefill graph for this many rows", "at most 16", "17")
 
 
 @pytest.mark.parametrize(("role", "batch", "expected"), [("verify", 5, "at most 4"), ("vision", 1, "at most 0")])

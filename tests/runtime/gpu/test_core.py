@@ -183,13 +183,27 @@ def test_refuses_a_batch_that_no_graph_serves(load: Any) -> None:
 
 def test_refuses_a_binding_that_the_host_cannot_read(tmp_path: Any, load: Any, fake: FakeDriver) -> None:
     def edit(manifest: Any, graphs: Any) -> None:
-        manifest.contract.io[0].dtype = "bf16"
+        manifest.contract.io[0].dtype = "f16"
 
     with pytest.raises(FormatError) as refused:
         load(path=make_gpu_core(tmp_path / "other", edit=edit).path)
 
-    assert (refused.value.code, refused.value.where, refused.value.got) == ("BINDING_DTYPE", "binding slots", "bf16")
+    assert (refused.value.code, refused.value.where, refused.value.got) == ("BINDING_DTYPE", "binding slots", "f16")
     assert fake.held == {}
+
+
+def test_bf16_is_read_as_the_numbers_it_means(tmp_path: Any, load: Any) -> None:
+    """The halves of fp32 1.5 and -2.25, low half first: each upper half is the same number in bf16."""
+    def edit(manifest: Any, graphs: Any) -> None:
+        halves = manifest.contract.io.add()
+        halves.CopyFrom(next(b for b in manifest.contract.io if b.name == "temperature"))
+        halves.name, halves.dtype, halves.shape[:] = "halves", "bf16", [4]
+
+    core = load(path=make_gpu_core(tmp_path / "other", edit=edit).path)
+    core.put("temperature", 0, [1.5, -2.25])
+
+    assert core.get("halves", 0, 4) == [0.0, 1.5, 0.0, -2.25]
+    assert core.get("halves", 3, 1) == [-2.25]
 
 
 def test_launch_that_fails_is_typed_and_the_process_loads_the_next_core(load: Any, fake: FakeDriver) -> None:
