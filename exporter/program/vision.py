@@ -43,8 +43,10 @@ class VisionBuffers:
 
 @dataclass(frozen=True, slots=True)
 class RecordedVision:
-    """The vision graphs, the op calls of each, and their buffers."""
+    """The vision graphs, the op calls of each, and what they were recorded for."""
 
+    config: VisionConfig
+    buckets: tuple[int, ...]
     graphs: tuple[graph_pb2.Graph, ...]
     calls: tuple[tuple[OpCall, ...], ...]
     buffers: VisionBuffers
@@ -85,7 +87,7 @@ def record_vision(program: Program, config: VisionConfig, weights: Mapping[str, 
     recorders = [_record(program, config, weights, buffers, patches, act) for patches in buckets]
     graphs = tuple(r.finish([buffers.image_pixels, buffers.image_grid, buffers.image_first], [buffers.image_embeddings])
                    for r in recorders)
-    return RecordedVision(graphs, tuple(tuple(r.calls) for r in recorders), buffers)
+    return RecordedVision(config, tuple(buckets), graphs, tuple(tuple(r.calls) for r in recorders), buffers)
 
 
 def _record(program: Program, config: VisionConfig, weights: Mapping[str, StoredWeight], buffers: VisionBuffers,
@@ -122,17 +124,17 @@ def vision_bindings(buffers: VisionBuffers) -> list[manifest_pb2.IoBinding]:
             for name, tensor in named]
 
 
-def vision_identity(target: manifest_pb2.ModelIdentity, checkpoint: Checkpoint, config: VisionConfig,
-                    buckets: Sequence[int]) -> manifest_pb2.VisionIdentity:
+def vision_identity(target: manifest_pb2.ModelIdentity, checkpoint: Checkpoint,
+                    vision: RecordedVision) -> manifest_pb2.VisionIdentity:
     """The encoder's place in the target's checkpoint, and how many rows the largest image has.
 
     Args:
         target: identity of the checkpoint, every file hashed; the encoder's are those that hold a tensor of it, and the
             two configs that say how images are made into its rows.
     """
-    held = {checkpoint.tensors[name].shard for name in moonvit.vision_tensor_shapes(config)}
+    held = {checkpoint.tensors[name].shard for name in moonvit.vision_tensor_shapes(vision.config)}
     wanted = held | {CONFIG_NAME, PREPROCESSOR_CONFIG}
     encoder = manifest_pb2.ModelIdentity(
         repository=target.repository, revision=target.revision, architecture=ARCHITECTURE,
         files=[file for file in target.files if file.path in wanted])
-    return manifest_pb2.VisionIdentity(encoder=encoder, max_image_tokens=buckets[-1] // STEP_PATCHES)
+    return manifest_pb2.VisionIdentity(encoder=encoder, max_image_tokens=vision.buckets[-1] // STEP_PATCHES)

@@ -98,13 +98,13 @@ def test_prompt_takes_the_rows_of_images_that_were_encoded_before():
     assert np.array_equal(words[[1, 2]], rows[[3, 0]])
 
 
-def test_identity_names_the_files_that_decide_the_embeddings(tmp_path):
+def test_identity_names_the_files_that_decide_the_embeddings(tower, tmp_path):
     write_tower(tmp_path / "k3", seed=1)
     names = ("config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json", "other.safetensors")
     target = ModelIdentity(repository="owner/k3", revision="1" * 40, architecture="KimiK3ForConditionalGeneration",
                            files=[SourceFile(path=name, size_bytes=1, sha256=bytes(32)) for name in names])
 
-    vision = vision_identity(target, open_checkpoint(tmp_path / "k3"), vision_config(), (16, 64))
+    vision = vision_identity(target, open_checkpoint(tmp_path / "k3"), tower.recorded)
 
     assert (vision.encoder.repository, vision.encoder.revision) == ("owner/k3", "1" * 40)
     assert (vision.encoder.architecture, vision.max_image_tokens) == ("MoonViT3dPretrainedModel", 16)
