@@ -14,7 +14,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo bench test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert test-page soak clean
+.PHONY: help setup demo bench test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert bench-vision test-page soak clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -72,6 +72,9 @@ fuzz: $(READY)  ## coverage-guided fuzzing of every reader of untrusted bytes (S
 
 bench-convert: $(READY)  ## conversion speed beside torchao's and a plain copy's, as JSON on stdout
 	@$(BIN)/python scripts/bench_convert.py
+
+bench-vision: $(READY)  ## speed of images, from a JPEG to embeddings, on this CPU, as JSON on stdout
+	@$(BIN)/python scripts/bench_vision.py
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

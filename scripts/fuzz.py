@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
-NAMES = ("bundle", "statement", "manifest", "graphs", "archive", "safetensors")
+NAMES = ("bundle", "statement", "manifest", "graphs", "archive", "safetensors", "image")
 MAX_BYTES = {"archive": 16384}
 DEFAULT_MAX_BYTES = 4096
 RSS_LIMIT_MB = 1024

@@ -18,6 +18,7 @@ import base64
 import binascii
 import io
 import re
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,9 @@ try:
 except ImportError as err:
     raise ResourceError("PILLOW", "Pillow is not installed, and images are read with it", where="PIL",
                         hint="pip install 'dflash-cores[vision]'") from err
+
+# Pillow warns of broken EXIF in words that the file chooses: nobody's log is to be filled by a stranger's image.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.TiffImagePlugin")
 
 _SIGNATURES = ((b"\x89PNG\r\n\x1a\n", PngImageFile), (b"\xff\xd8\xff", JpegImageFile))
 _DATA_URI = re.compile(r"data:image/(?:png|jpeg|jpg);base64,", re.IGNORECASE)

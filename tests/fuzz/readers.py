@@ -13,7 +13,14 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from dflash_core.errors import CheckpointError, CompatibilityError, DflashError, FormatError, VerificationError
+from dflash_core.errors import (
+    CheckpointError,
+    CompatibilityError,
+    DflashError,
+    FormatError,
+    ImageError,
+    VerificationError,
+)
 from dflash_core.v1.graph_pb2 import GraphSet
 from dflash_core.v1.manifest_pb2 import RebuildManifest
 from google.protobuf import text_format
@@ -25,6 +32,9 @@ from runtime.bundle import encode_bundle, encode_statement, is_name, parse_bundl
 from runtime.manifest_wire import SMALL_BYTES, check_manifest_bytes
 from runtime.structure import check_graph_bytes, check_graph_set, check_manifest_structure
 from runtime.verify import check_version, parse, parse_manifest
+from runtime.vision.decode import ImageLimits, decode_image
+from runtime.vision.preprocess import image_patches
+from runtime.vision.settings import ImageSettings
 from tests.runtime.sound_core import sound_manifest
 
 Reader = Callable[[bytes], None]
@@ -111,6 +121,15 @@ def read_safetensors(data: bytes) -> None:
     assert sum(entry.nbytes for entry in entries) + 8 + int.from_bytes(data[:8], "little") == len(data)
 
 
+def read_image(data: bytes) -> None:
+    try:
+        picture = decode_image(data, ImageLimits(max_pixels=1 << 12))
+    except ImageError:
+        return
+    image = image_patches(picture, ImageSettings(max_patches=64), 8)
+    assert image.levels.shape == (image.rows * image.cols, 588) and image.rows * image.cols == 4 * image.tokens <= 32
+
+
 @contextmanager
 def in_memory(data: bytes) -> Iterator[int]:
     """A file of these bytes that has no name; gives its descriptor."""
@@ -124,7 +143,7 @@ def in_memory(data: bytes) -> Iterator[int]:
 
 READERS: dict[str, Reader] = {
     "bundle": read_bundle, "statement": read_statement, "manifest": read_manifest, "graphs": read_graphs,
-    "archive": read_archive, "safetensors": read_safetensors,
+    "archive": read_archive, "safetensors": read_safetensors, "image": read_image,
 }
 
 
@@ -143,6 +162,10 @@ def seeds() -> dict[str, dict[str, bytes]]:
         archive[at : at + len(part)] = part
     header = (b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
               b'"b":{"dtype":"U8","shape":[],"data_offsets":[8,9]}}')
+    palette = bytes.fromhex(
+        "89504e470d0a1a0a0000000d4948445200000003000000020803000000aaaa962800000009504c544500010203040506"
+        "0708d98bbe6c0000000274524e5300809b2b4e180000001049444154789c63606064626062640000002000071d2b70a0"
+        "0000000049454e44ae426082")
     minimal = text_format.Parse('format_version: 1 core_name: "fuzz"', type(_SOUND)())
     return {
         "bundle": {"sound": bundle},
@@ -151,4 +174,5 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "graphs": {"cpu": cpu_graphs().SerializeToString(), "gpu": gpu_graphs().SerializeToString()},
         "archive": {"sound": bytes(archive)},
         "safetensors": {"sound": len(header).to_bytes(8, "little") + header + bytes(9)},
+        "image": {"palette": palette},
     }

@@ -17,7 +17,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("reader", ["bundle", "statement", "manifest", "graphs", "archive", "safetensors"])
+@pytest.mark.parametrize("reader", ["bundle", "statement", "manifest", "graphs", "archive", "safetensors",
+                                    "image"])
 def test_fuzzer_runs_from_the_committed_corpus(reader: str) -> None:
     done = run("scripts/fuzz.py", "--reader", reader, "--runs", "500", "--seconds", "10")
 
@@ -26,6 +27,16 @@ def test_fuzzer_runs_from_the_committed_corpus(reader: str) -> None:
     else:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.startswith(reader) and done.stdout.endswith("sound\n")
+
+
+def test_bench_of_images_prints_every_figure() -> None:
+    done = run("scripts/bench_vision.py", "--repeats", "1", "--side", "64", "--patches", "16")
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["preprocessing"]["tokens"], found["tower"]["patches"]) == (9, 16)
+    assert found["preprocessing"]["decode_s"] > 0 and found["preprocessing"]["patches_s"] > 0
+    assert isinstance(found["tower"]["block_s"], float)
 
 
 def test_bench_prints_every_figure() -> None:

@@ -3,6 +3,8 @@
 import base64
 import io
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 
@@ -77,6 +79,18 @@ def test_picture_is_turned_as_the_camera_noted(orientation):
     data = png(5, 3, 8, RGB, [row.tobytes() for row in stored], (b"eXIf", exif))
 
     assert np.asarray(decode_image(data)).tolist() == UPRIGHT[orientation](stored).tolist()
+
+
+def test_broken_exif_is_not_an_error_and_says_nothing(tmp_path):
+    """In a process of its own, where pytest has not taken the warnings."""
+    cut = b"II*\0" + struct.pack("<IHHH", 8, 3, 0x0112, 3)
+    (tmp_path / "cut.png").write_bytes(png(1, 1, 8, RGB, [bytes(3)], (b"eXIf", cut)))
+    code = ("import sys; from pathlib import Path; from runtime.vision.decode import decode_image\n"
+            "print(decode_image(Path(sys.argv[1]).read_bytes()).size)")
+
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cut.png")], capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr) == ("(1, 1)\n", "")
 
 
 def header_of(width, height):
