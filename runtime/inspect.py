@@ -65,6 +65,14 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """The image encoder, and the tokens of the largest image (None: not recorded)."""
+
+    encoder: Model
+    max_image_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class GraphSummary:
     """One graph of one device target; `kernels` counts kernel nodes by name, and other nodes by their kind."""
 
@@ -130,6 +138,7 @@ class CoreReport:
     target: Model
     draft: Model | None
     speculation: Speculation | None
+    vision: Vision | None
     precision: Sequence[Precision]
     components: Sequence[Component]
     graphs: Sequence[GraphSummary]
@@ -217,6 +226,7 @@ def _report(
         speculation=(
             Speculation(speculation.method, speculation.draft_depth, speculation.block_size) if drafts else None
         ),
+        vision=_vision(manifest),
         precision=precision_of(manifest),
         components=components_of(manifest),
         graphs=_graphs(manifest, graph_sets),
@@ -231,6 +241,13 @@ def _model(identity: ModelIdentity) -> Model:
         identity.repository, identity.revision, identity.architecture, len(identity.files),
         sum(item.size_bytes for item in identity.files),
     )
+
+
+def _vision(manifest: RebuildManifest) -> Vision | None:
+    if not manifest.HasField("vision"):
+        return None
+    vision = manifest.vision
+    return Vision(_model(vision.encoder), vision.max_image_tokens if vision.HasField("max_image_tokens") else None)
 
 
 def _graphs(manifest: RebuildManifest, graph_sets: Mapping[bytes, GraphSet]) -> tuple[GraphSummary, ...]:

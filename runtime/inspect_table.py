@@ -49,6 +49,10 @@ def _lines(report: CoreReport) -> Iterable[str]:
         yield _line("", f"{speculation.method}, {speculation.depth} proposals per step, block {speculation.block_size}")
     else:
         yield _line("draft", "none")
+    if report.vision is not None:
+        yield from _model_lines("vision", report.vision.encoder)
+        if report.vision.max_image_tokens is not None:
+            yield _line("", f"images of at most {report.vision.max_image_tokens} tokens")
     graphs = "recorded without a device" if report.export_device is None else f"captured on {report.export_device}"
     yield _line("exported", f"by dflash {report.exporter_version or '(version not recorded)'}, graphs {graphs}")
     roles = Counter(item.role for item in report.files)

@@ -83,7 +83,8 @@ def grid_embedding(a: Args) -> Step:
 
     In fp32, along a row first and then between two rows: y0 (x0 a + x1 b) + y1 (x0 c + x1 d).
     """
-    x, table, grid = a.array("x"), to_f32(a.array("table")), a.array("grid")
+    x, stored, grid = a.array("x"), a.array("table"), a.array("grid")
+    table = a.prepared.get((stored,), ("f32",), lambda: to_f32(stored))
     height, width, channels = table.shape
 
     def run() -> None:

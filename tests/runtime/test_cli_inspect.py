@@ -276,10 +276,35 @@ def test_inspect_shows_a_core_without_a_draft(tmp_path: Path):
     text = run("inspect", toy.path).stdout
 
     assert (report["draft"], report["speculation"], report["export_device"]) == (None, None, None)
+    assert report["vision"] is None
     assert "draft     none\n" in text
+    assert "\nvision " not in text.partition("files  ")[0]
     assert "exported  by dflash (version not recorded), graphs recorded without a device\n" in text
     assert "checkpoint files" not in text
     assert "signers" not in text
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [(16384, "images of at most 16384 tokens"), (None, None)])
+def test_inspect_shows_the_image_encoder(tmp_path: Path, tokens: int | None, shown: str | None):
+    toy = make_toy_core(tmp_path / "core")
+
+    def see(manifest: RebuildManifest) -> None:
+        encoder = manifest.vision.encoder
+        encoder.repository, encoder.revision, encoder.architecture = "toy/k3", "2" * 40, "MoonViT"
+        encoder.files.add(path="config.json", size_bytes=1000)
+        if tokens is not None:
+            manifest.vision.max_image_tokens = tokens
+
+    toy.edit_manifest(see)
+    text = run("inspect", toy.path).stdout
+
+    assert document(run("inspect", toy.path, "--json"))["vision"] == {
+        "encoder": {"repository": "toy/k3", "revision": "2" * 40, "architecture": "MoonViT", "files": 1,
+                    "nbytes": 1000},
+        "max_image_tokens": tokens}
+    assert "vision    toy/k3   MoonViT\n" in text
+    assert ("images of at most" in text) == (shown is not None)
+    assert shown is None or shown in text
 
 
 def test_numbers_stand_under_each_other(toy: ToyCore):
