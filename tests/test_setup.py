@@ -71,7 +71,7 @@ def undeclared(folder: str, requirements: list[str]) -> list[str]:
         pytest.param("proto", [], id="contract"),
         pytest.param("runtime", ["gpu", "serve", "vision"], id="runtime-needs-gpu-serve-and-vision-at-most"),
         pytest.param("exporter", ["export"], id="exporter-needs-export"),
-        pytest.param("scripts", ["demo", "export", "fuzz", "serve", "test"], id="scripts"),
+        pytest.param("scripts", ["demo", "export", "fuzz", "serve", "test", "vision"], id="scripts"),
         pytest.param("tests", ["demo", "export", "serve", "test", "vision"], id="tests"),
     ],
 )

@@ -130,5 +130,3 @@ def test_refuses_more_images_than_the_core_ever_holds(encoder):
 def test_refuses_text_that_spells_a_placeholder(encoder):
     with pytest.raises(ImageError, match="another number of image placeholders"):
         PromptImages.of(encoder, [PLACEHOLDER, 7, PLACEHOLDER], images(encoder, (28, 28)))
-
-
