@@ -46,11 +46,11 @@ def vision_config(**changes: Any) -> VisionConfig:
     return moonvit.read_vision_config(Fields({**VISION, **changes}, "config.json: vision_config"), HIDDEN)
 
 
-def weights_of(seed: int, act: DType = DType.F32) -> dict[str, np.ndarray]:
+def weights_of(seed: int, act: DType = DType.F32, **changes: Any) -> dict[str, np.ndarray]:
     """Weights by checkpoint name: large enough for every path to matter, norms around 1."""
     rng = np.random.default_rng(seed)
     made = {}
-    for name, shape in moonvit.vision_tensor_shapes(vision_config()).items():
+    for name, shape in moonvit.vision_tensor_shapes(vision_config(**changes)).items():
         spread = 0.1 if len(shape) == 1 else 1.0 if "pos_emb" in name else 2 / np.sqrt(np.prod(shape[1:]))
         made[name] = (rng.normal(size=shape) * spread + (len(shape) == 1)).astype(np.float32).astype(act.numpy)
     return made
@@ -72,17 +72,19 @@ class TinyVision:
     recorded: RecordedVision
     layout: WeightLayout
     act: DType
+    changes: Mapping[str, Any]
     manifest: manifest_pb2.RebuildManifest
 
     @classmethod
-    def record(cls, *, buckets: Sequence[int] = (64,), act: DType = DType.F32) -> TinyVision:
-        config, fmt = vision_config(), Format.F32 if act is DType.F32 else Format.BF16
+    def record(cls, *, buckets: Sequence[int] = (64,), act: DType = DType.F32, **changes: Any) -> TinyVision:
+        """The tower of VISION with `changes`."""
+        config, fmt = vision_config(**changes), Format.F32 if act is DType.F32 else Format.BF16
         formats = dict.fromkeys(moonvit.vision_tensor_shapes(config), fmt)
         layout, program = layout_weights(moonvit.weight_specs(config, formats, ImageSettings())), Program()
         weights = stored_weights(program, layout)
         buffers = vision_buffers(program, config, buckets, CHUNK_TOKENS, act)
         recorded = record_vision(program, config, weights, buffers, buckets, act)
-        return cls(recorded, layout, act, _manifest(program, recorded, layout, buckets))
+        return cls(recorded, layout, act, changes, _manifest(program, recorded, layout, buckets))
 
     def memory(self, weights: Mapping[str, np.ndarray], scratch: int = 0) -> dict[int, Any]:
         """Memory for every buffer; scratch is filled with one byte, as if it had been used before."""
@@ -103,7 +105,8 @@ class TinyVision:
         return memory
 
     def load(self, seed: int = 1, scratch: int = 0) -> LoadedCore:
-        mapped = mapped_core(self.manifest, self.recorded.graphs, self.memory(weights_of(seed, self.act), scratch))
+        memory = self.memory(weights_of(seed, self.act, **self.changes), scratch)
+        mapped = mapped_core(self.manifest, self.recorded.graphs, memory)
         core = instantiate(mapped)
         mapped.checked.verified.small_file = lambda ref: json.dumps(CONFIG).encode()
         return core

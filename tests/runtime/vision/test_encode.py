@@ -54,6 +54,18 @@ def test_embeddings_are_the_oracles(tower, width, height, seed):
     assert np.abs(expected).max() > 2
 
 
+def test_no_size_stands_in_for_another():
+    """Every size is its own: hidden, head and inner widths, and a table of positions that is not square."""
+    changes = {"vt_hidden_size": 40, "qkv_hidden_size": 48, "vt_num_attention_heads": 3, "vt_intermediate_size": 56,
+               "vt_num_hidden_layers": 3, "init_pos_emb_height": 6, "init_pos_emb_width": 10, "projector_ln_eps": 0.01}
+    encoder, image = VisionEncoder.of(TinyVision.record(buckets=(64,), **changes).load(seed=3)), patches(100, 60)
+
+    found = encoded(encoder, image)
+    expected = oracle.embeddings({**VISION, **changes}, weights_of(3, **changes), image.levels, image.rows, image.cols)
+
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
 def test_bf16_follows_the_oracle_as_far_as_its_bits_go():
     """Two layers of 8 bits: 0.09 of values up to 4.3 was measured."""
     encoder, image = VisionEncoder.of(TinyVision.record(act=DType.BF16).load(seed=1)), patches(100, 60)
