@@ -99,7 +99,8 @@ def decode_image(data: bytes, limits: ImageLimits | None = None, where: str = "i
         picture = kind(io.BytesIO(data))
         _check_size(*picture.size, limits, where)
         picture.load()
-        return _colours(ImageOps.exif_transpose(picture))
+        ImageOps.exif_transpose(picture, in_place=True)  # no copy where nothing turns: a picture can take 200 MB
+        return _colours(picture)
     except ImageError:
         raise
     except MemoryError as err:
@@ -131,4 +132,5 @@ def _colours(picture: Image.Image) -> Image.Image:
     """RGB, or RGBA where some of it may be transparent."""
     if picture.mode.startswith("I;16"):  # Pillow keeps the upper byte of 16-bit colour, but clips 16-bit grey to white
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    return picture.convert("RGBA" if picture.has_transparency_data else "RGB")
+    mode = "RGBA" if picture.has_transparency_data else "RGB"
+    return picture if picture.mode == mode else picture.convert(mode)

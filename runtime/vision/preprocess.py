@@ -20,6 +20,8 @@ from PIL import Image
 
 from runtime.vision.settings import Background, FillStage, ImageSettings, U8Array
 
+BAND_ROWS = 64  # rows of pixels that are mixed at a time: fp32 of a whole large picture would take 500 MB
+
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
@@ -114,7 +116,10 @@ def _fill(picture: Image.Image, background: Background | None) -> U8Array:
     colours = pixels[:, :, :3]
     if background is None:
         return colours
-    alpha = pixels[:, :, 3:].astype(np.float32) / np.float32(255)
     behind = background.pixels(*picture.size)
-    mixed: U8Array = (alpha * colours + (np.float32(1) - alpha) * behind).astype(np.uint8)
+    mixed = np.empty(colours.shape, np.uint8)
+    for first in range(0, len(pixels), BAND_ROWS):
+        band = slice(first, first + BAND_ROWS)
+        alpha = pixels[band, :, 3:].astype(np.float32) / np.float32(255)
+        mixed[band] = alpha * colours[band] + (np.float32(1) - alpha) * behind[band]
     return mixed

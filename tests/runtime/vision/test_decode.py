@@ -93,6 +93,16 @@ def test_broken_exif_is_not_an_error_and_says_nothing(tmp_path):
     assert (done.stdout, done.stderr) == ("(1, 1)\n", "")
 
 
+def test_without_pillow_the_error_says_what_to_install():
+    code = "import sys; sys.modules['PIL'] = None; import runtime.vision.decode"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    assert done.returncode == 1
+    assert "ResourceError: Pillow is not installed" in done.stderr
+    assert "hint: pip install 'dflash-cores[vision]'" in done.stderr
+
+
 def header_of(width, height):
     """A PNG that promises pixels and has none."""
     return png(width, height, 8, RGB, [])
