@@ -20,17 +20,18 @@ from exporter.models.context import TILE_ROWS, Forward, ImageRows
 from exporter.program.builder import Tensor
 from exporter.rope import RopeParameters, RopeType, rope_table
 from exporter.weights import WeightSpec
-from runtime.vision.settings import ImageSettings
+from runtime.vision.settings import PREPROCESSOR_CONFIG, ImageSettings
 
 TOWER, PROJECTOR = "vision_tower", "mm_projector"
 ROPE_THETA = 10000.0
 MAX_SIDE_PATCHES = 512
+MERGE = 2  # patches along a side of the group that becomes one row
 NORM_EPS = float(np.finfo(np.float32).eps)  # what torch's norm adds where the model names none, also in bf16
 # What a config may say in one way only: with another value, it is another tower.
 FIXED: Mapping[str, object] = {
     "pos_emb_interpolation_mode": "bilinear", "pos_emb_type": "divided_fixed", "norm_type": "rmsnorm",
     "activation_func": "gelu_pytorch_tanh", "mlp_type": "mlp2", "merge_type": "sd2_tpool",
-    "merge_kernel_size": [2, 2], "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu",
+    "merge_kernel_size": [MERGE, MERGE], "mm_projector_type": "patchmergerv2", "projector_hidden_act": "gelu",
     "attn_bias": False, "linear_bias": False, "patch_embed_proj_bias": False, "rope_theta": ROPE_THETA,
     "max_pos_emb_height": MAX_SIDE_PATCHES, "max_pos_emb_width": MAX_SIDE_PATCHES,
 }  # fmt: skip
@@ -128,8 +129,10 @@ def weight_specs(config: VisionConfig, formats: Mapping[str, Format], settings: 
         formats: planned format of each checkpoint tensor.
         settings: of the model's image processor; its normalization becomes a table.
     Raises:
+        CheckpointError: VISION_SETTINGS; the processor makes other patches than the tower reads.
         PlanError: VISION_FORMAT; a tensor is planned to be converted.
     """
+    _check_settings(config, settings)
     specs = []
     for name, stem, shape in _tensors(config):
         source = f"{stem}.weight"
@@ -144,6 +147,19 @@ def weight_specs(config: VisionConfig, formats: Mapping[str, Format], settings: 
     return specs + [WeightSpec(name=f"vision.{name}", blob="vision", owner="vision", checkpoint="target", sources=(),
                                recipe=recipe, format=Format.F32, shape=tuple(table.shape), data=table)
                     for name, recipe, table in tables]
+
+
+def _check_settings(config: VisionConfig, settings: ImageSettings) -> None:
+    for name, got, expected, fits in (
+        ("patch_size", settings.patch_size, config.patch_size, settings.patch_size == config.patch_size),
+        ("merge_kernel_size", settings.merge_size, MERGE, settings.merge_size == MERGE),
+        ("patch_limit_on_one_side", settings.max_side_patches, f"at most {MAX_SIDE_PATCHES}",
+         settings.max_side_patches <= MAX_SIDE_PATCHES),
+    ):
+        if not fits:
+            raise CheckpointError("VISION_SETTINGS", f"the image processor's {name} is not the tower's",
+                                  where=PREPROCESSOR_CONFIG, expected=expected, got=got,
+                                  hint="the files are of two revisions: fetch the checkpoint again")
 
 
 def grid_rope_table(head_dim: int, places: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from dflash_core.errors import CompatibilityError
+from dflash_core.errors import CompatibilityError, FormatError
 
 from runtime.core import Core
 from runtime.vision.decode import ImageLimits, decode_image
@@ -19,6 +19,7 @@ from runtime.vision.preprocess import ImagePatches, image_patches
 from runtime.vision.settings import PREPROCESSOR_CONFIG, ImageSettings, read_image_settings
 from runtime.vision.splice import placeholder_token
 
+GROUP = 2  # patches along a side of the group that becomes one row
 
 @dataclass(frozen=True, slots=True)
 class VisionEncoder:
@@ -49,6 +50,12 @@ class VisionEncoder:
                                      hint="leave out the images, or export the core with vision")
         capacity = core.shape("image_embeddings")[0]
         settings = read_image_settings(core.file(PREPROCESSOR_CONFIG))
+        found, made = (core.shape("image_pixels")[1], GROUP), (3 * settings.patch_size**2, settings.merge_size)
+        if found != made:
+            raise FormatError("IMAGE_SETTINGS", "the core's image settings are not those of its graphs",
+                              where=PREPROCESSOR_CONFIG,
+                              expected=f"patches of {found[0]} values, {GROUP} x {GROUP} a token",
+                              got=f"{made[0]} values, {made[1]} x {made[1]}", hint="export the core again")
         return cls(core, settings, placeholder_token(core.file("config.json")), capacity,
                    core.manifest.vision.max_image_tokens or capacity)
 

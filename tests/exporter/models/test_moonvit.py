@@ -101,6 +101,23 @@ def test_refuses_to_convert_tower_or_projector(name, fmt):
     assert (refused.value.code, refused.value.where, refused.value.got) == ("VISION_FORMAT", name, fmt.name)
 
 
+@pytest.mark.parametrize(
+    ("settings", "named", "expected", "got"),
+    [
+        (ImageSettings(patch_size=16), "patch_size", "14", "16"),
+        (ImageSettings(merge_size=4), "merge_kernel_size", "2", "4"),
+        (ImageSettings(max_side_patches=514), "patch_limit_on_one_side", "at most 512", "514"),
+    ],
+)
+def test_refuses_a_processor_that_makes_other_patches(settings, named, expected, got):
+    formats = dict.fromkeys(vision_tensor_shapes(vision_config()), Format.BF16)
+
+    with pytest.raises(CheckpointError, match=named) as refused:
+        weight_specs(vision_config(), formats, settings)
+
+    assert (refused.value.code, refused.value.expected, refused.value.got) == ("VISION_SETTINGS", expected, got)
+
+
 def test_rope_table_holds_each_places_angles():
     table = grid_rope_table(128, 512)
     theta = 1.0 / 10000.0 ** (torch.arange(0, 128, 4).float() / 128)

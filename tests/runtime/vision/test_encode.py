@@ -1,6 +1,7 @@
 """An image through the vision graphs of a tiny Kimi K3: the fp64 oracle's embeddings, the same bits in every bucket."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -165,6 +166,20 @@ def test_refuses_a_core_without_vision(tower):
         VisionEncoder.of(core)
 
     assert (refused.value.code, refused.value.where, bool(refused.value.hint)) == ("NO_VISION", "text", True)
+
+
+@pytest.mark.parametrize(("field", "value", "got"), [("patch_size", 16, "768 values, 2 x 2"),
+                                                      ("merge_kernel_size", 4, "588 values, 4 x 4")])
+def test_refuses_settings_that_are_not_the_graphs(tower, monkeypatch, field, value, got):
+    core = tower.load()
+    settings = json.dumps({"media_proc_cfg": {field: value}}).encode()
+    monkeypatch.setattr(core, "file", lambda path: settings if path == "preprocessor_config.json" else None)
+
+    with pytest.raises(FormatError) as refused:
+        VisionEncoder.of(core)
+
+    assert (refused.value.code, refused.value.expected, refused.value.got) == (
+        "IMAGE_SETTINGS", "patches of 588 values, 2 x 2 a token", got)
 
 
 @pytest.mark.parametrize("config", [b"", b"{}", b"[]", b"{", b'{"media_placeholder_token_id": "250"}',
