@@ -2,7 +2,7 @@
 
 Patches are embedded, placed on a grid (a learned table, interpolated, and 2-D rope), attend to each other without a
 mask, and leave as one row per 2 x 2 group, projected to the language model's width. Nothing of it is ever converted:
-logical weight names are "vision.<...>", in a blob of their own. Source: docs/decisions/0009.
+logical weight names are "vision.<...>", in a blob of their own. Source: docs/decisions/0010.
 """
 
 from __future__ import annotations

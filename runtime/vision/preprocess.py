@@ -7,7 +7,7 @@
 
     patches = image_patches(picture, settings, max_tokens=4096)
 
-Source: the published processor's arithmetic, rounding included; docs/decisions/0009 says where we differ, and why.
+Source: the published processor's arithmetic, rounding included; docs/decisions/0010 says where we differ, and why.
 """
 
 from __future__ import annotations
