@@ -381,6 +381,11 @@ class Driver:
             int(found.kernelParams))
 
 
+    def read_function(self, node: NodeHandle) -> int:
+        """Handle of a kernel node's function, as a number."""
+        found = self._call("cuGraphKernelNodeGetParams", node)
+        return int(found.func)  # while `found`, whose memory it lies in, is alive
+
     def read_attributes(self, node: NodeHandle) -> dict[str, Any]:
         """Launch attributes of a kernel node: "cluster" as three sizes (zeros: none), "cooperative"."""
         names = self._api.CUlaunchAttributeID

@@ -142,7 +142,7 @@ class Witness:
         values = tuple(ctypes.string_at(p or 0, size) for p, size in zip(pointers, sizes, strict=True))
         attributes = self._driver.read_attributes(node)
         cluster = attributes["cluster"] if any(attributes["cluster"]) else (1, 1, 1)
-        return CapturedNode(int(found.function), found.grid, found.block, found.shared_bytes, cluster,
+        return CapturedNode(self._driver.read_function(node), found.grid, found.block, found.shared_bytes, cluster,
                             attributes["cooperative"], values)
 
 

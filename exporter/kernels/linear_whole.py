@@ -54,12 +54,12 @@ def linear_whole(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, ou
                  IN: tl.constexpr, OUT: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
                  WIDTH: tl.constexpr, FORMAT: tl.constexpr, EPILOGUE: tl.constexpr, EPS: tl.constexpr,
                  CHAINED: tl.constexpr):
-    """Grid: tiles of R rows, of BN columns. OUT counts the result's columns and is a multiple of BN; with SILU the
+    """Grid: tiles of BN columns, of R rows. OUT counts the result's columns and is a multiple of BN; with SILU the
     weight has 2 * OUT rows, gate first. WIDTH is the power of two at or above IN / SLICES."""
     start_successor(CHAINED)
     slice_: tl.constexpr = IN // SLICES
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    r = tl.program_id(0) * R + tl.arange(0, R)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    r = tl.program_id(1) * R + tl.arange(0, R)
     live = r < rows
     w = _weight(w_ptr, scale_ptr, n, IN, BN, SLICES, slice_, WIDTH, FORMAT)
     if EPILOGUE == 2:

@@ -28,6 +28,7 @@ from exporter.kernels.rope import rope_heads
 from exporter.kernels.tuning import (
     MAX_BLOCK_ROWS,
     MAX_STEP_ROWS,
+    PACKED_ROWS,
     PREFILL_QUERY_ROWS,
     PREFILL_STAGES,
     PREFILL_WARPS,
@@ -315,17 +316,17 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
         "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue}
     few, gated = count <= MAX_STEP_ROWS, epilogue == SILU
     short = norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS
-    whole = whole_tile(out_features, in_features, fmt) if few and short else None
+    whole = whole_tile(out_features, in_features, count, fmt) if few and short else None
     slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few and norm is None else None
     function = linear_rows
     if whole is not None:
         function = linear_whole
-        tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, whole.out, whole.slices, 1
+        tile_rows, tile_out, num_warps, stages = whole.rows, whole.out, whole.slices, 1
         constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width,
                       "EPS": norm.eps if norm else 0.0}
     elif slices is not None:
         function = linear_packed
-        tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, 64 // slices, 4, 3
+        tile_rows, tile_out, num_warps, stages = PACKED_ROWS, 64 // slices, 4, 3
         constants |= {"SLICES": slices, "STAGES": stages}
     else:
         tile = linear_tile(out_features, in_features, count, fmt, gated=gated)
@@ -345,7 +346,8 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
             arguments[name] = tensor
     target = residual if residual is not None else out
     reads = tuple(t for t in arguments.values() if isinstance(t, Tensor) and t is not out)
-    grid = (-(-count // tile_rows), -(-out_features // tile_out), 1)
+    row_tiles, out_tiles = -(-count // tile_rows), -(-out_features // tile_out)
+    grid = (out_tiles, row_tiles, 1) if whole else (row_tiles, out_tiles, 1)
     kernel = Kernel(function, ops, constants, num_warps=num_warps, num_stages=stages)
     return Launch(kernel, arguments, grid, reads, (target,), nodes, call.label)
 

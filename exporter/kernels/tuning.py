@@ -17,6 +17,7 @@ WHOLE_ELEMENTS = 1 << 21
 WHOLE_OUT_ROWS = 16
 MIN_SLICE, MAX_SLICE = 128, 512  # columns per warp
 MIN_LARGE_TILES = 64  # blocks below which a prefill occupies a device better with small tiles
+PACKED_ROWS = 8  # exporter.kernels.linear_packed.ROWS
 PACKED_COLUMNS = 256  # of a step of exporter.kernels.linear_packed
 PACKED_SLICES = 4
 FEW_PACKED_BLOCKS = 264  # two for each processor of an H200; below, a block shares its reduction out over its warps
@@ -65,18 +66,23 @@ class WholeTile:
     """How dflash.linear is cut where a block takes the whole reduction at once.
 
     Attributes:
+        rows: activation rows per block.
         out: weight rows per block.
         slices: parts of the reduction, one per warp.
         width: columns of a part, padded to a power of two.
     """
 
+    rows: int
     out: int
     slices: int
     width: int
 
 
-def whole_tile(out_features: int, in_features: int, fmt: Format) -> WholeTile | None:
-    """The tile for a short reduction; None where one block cannot hold it or the matrix is large enough to stream."""
+def whole_tile(out_features: int, in_features: int, rows: int, fmt: Format) -> WholeTile | None:
+    """The tile for a short reduction; None where one block cannot hold it or the matrix is large enough to stream.
+
+    How a row's sums are shared out over threads is the same for every number of rows, and so are its bits.
+    """
     block = FORMATS[fmt].block
     if out_features * in_features >= STREAMED_ELEMENTS or out_features % WHOLE_OUT_ROWS:
         return None
@@ -84,7 +90,7 @@ def whole_tile(out_features: int, in_features: int, fmt: Format) -> WholeTile | 
         part = in_features // slices
         width = 1 << (part - 1).bit_length()
         if in_features % slices == 0 and part % block == 0 and part >= MIN_SLICE and width <= MAX_SLICE:
-            return WholeTile(WHOLE_OUT_ROWS, slices, width)
+            return WholeTile(8 if rows <= 8 else 16 if rows <= 16 else 32, WHOLE_OUT_ROWS, slices, width)
     return None
 
 
@@ -107,7 +113,7 @@ def split_tokens(context: int) -> int:
     return min(max(1 << (context // MAX_SPLITS - 1).bit_length() if context > MAX_SPLITS else 1, MIN_SPLIT), MAX_SPLIT)
 
 
-MAX_SPLITS = 32
+MAX_SPLITS = 128
 MIN_SPLIT, MAX_SPLIT = 64, 512
 # Query rows of an attention block, whatever the graph's: how the probabilities of a row are summed depends on it.
 STEP_QUERY_ROWS = 8
