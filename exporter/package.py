@@ -83,7 +83,7 @@ def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights,
         graph_files.append(_write_graphs(staging, GPU_TARGET, gpu.graphs))
         targets.append(graph_pb2.DeviceTarget(target_id=GPU_TARGET, name=gpu.name,
                                               module_ids=[module.module_id for module, _ in gpu.modules],
-                                              device_features=gpu.features))
+                                              device_features=gpu.features, min_shared_optin_bytes=gpu.shared_bytes))
         for _, cubin in gpu.modules:
             _write_digest_named(staging, "modules", ".cubin", cubin)
     manifest = manifest_pb2.RebuildManifest(

@@ -29,6 +29,9 @@ POINTER_TYPES = {DType.BF16: "*bf16", DType.F32: "*fp32", DType.I32: "*i32", DTy
 # Triton adds two pointers after the visible arguments, global and profile scratch, whatever their sizes.
 HIDDEN_POINTERS = ("global_scratch", "profile_scratch")
 ALIGNED_BYTES = 16
+# Shared memory that a block can ask for, less than 1 KiB of it the driver's. Source: CUDA C++ programming guide,
+# technical specifications per compute capability.
+SHARED_OPTIN_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class Compiler:
         """The kernel of a launch, for the types and alignments of its arguments.
 
         Raises:
-            CaptureError: KERNEL_COMPILE, KERNEL_SLOTS, KERNEL_SCRATCH or KERNEL_WAIT.
+            CaptureError: KERNEL_COMPILE, KERNEL_SLOTS, KERNEL_SCRATCH, KERNEL_SHARED or KERNEL_WAIT.
         """
         kernel = launch.kernel
         arguments = launch_arguments(launch)
@@ -143,6 +146,12 @@ def _compile(kernel: Kernel, arguments: tuple[Argument, ...], capability: int) -
     if sizes != expected:
         raise CaptureError("KERNEL_SLOTS", "the compiled kernel has other parameters than its launch passes",
                            where=name, expected=expected, got=sizes)
+    most = SHARED_OPTIN_KIB[capability] << 10
+    if metadata.shared > most:
+        raise CaptureError("KERNEL_SHARED", "a kernel needs more shared memory than a block can have",
+                           where=f"{name} {dict(kernel.constants)} for sm_{capability}",
+                           expected=f"at most {most} bytes", got=metadata.shared,
+                           hint="report this, with the model's config.json; a core for --device cpu is not affected")
     chained = bool(kernel.constants[SWITCH])
     if chained:
         check_waits(compiled.asm["ptx"], name)

@@ -49,7 +49,8 @@ def record_gpu(program: Program, graphs: Iterable[tuple[pb.Graph, Sequence[OpCal
     name = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
     for module, _ in recorder.modules:
         module.target = name
-    return GpuTarget(name, tuple(recorder.modules), tuple(recorder.kernels), recorded, ("pdl",) if chained else ())
+    return GpuTarget(name, tuple(recorder.modules), tuple(recorder.kernels), recorded, ("pdl",) if chained else (),
+                     max(compiled.shared_bytes for compiled in recorder.kept))
 
 
 class _Recorder:

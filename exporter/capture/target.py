@@ -17,6 +17,7 @@ class GpuTarget:
         kernels: with one variant each.
         graphs: one per recorded CPU graph, of the same name.
         features: what the device must be capable of, in the manifest's words.
+        shared_bytes: dynamic shared memory of the kernel that takes most.
         captured_on: name and driver version of the device whose captures agreed with the recording; None: no witness.
     """
 
@@ -25,4 +26,5 @@ class GpuTarget:
     kernels: tuple[pb.Kernel, ...]
     graphs: tuple[pb.Graph, ...]
     features: tuple[str, ...]
+    shared_bytes: int
     captured_on: tuple[str, int] | None = None

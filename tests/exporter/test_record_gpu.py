@@ -63,3 +63,19 @@ def test_refuses_a_chained_kernel_that_waits(ptx, got):
 
 def test_a_chained_kernel_may_read_weights_and_use_shared_memory_before_it_waits():
     check_waits(LOAD + "st.shared.b32 [%r3], %r1;\n" + WAIT + STORE, "linear_whole")
+
+
+def test_refuses_a_kernel_that_no_block_of_the_device_can_hold(monkeypatch):
+    monkeypatch.setattr("exporter.capture.compile.SHARED_OPTIN_KIB", {90: 1})
+
+    with pytest.raises(CaptureError) as refused:
+        recorded(90)
+
+    assert (refused.value.code, refused.value.expected) == ("KERNEL_SHARED", "at most 1024 bytes")
+    assert int(refused.value.got) > 1024 and "sm_90" in refused.value.where and refused.value.hint
+
+
+def test_the_target_asks_for_the_shared_memory_of_its_largest_kernel():
+    target = recorded(90)
+
+    assert target.shared_bytes == max(v.max_dynamic_shared_bytes for k in target.kernels for v in k.variants) > 0
