@@ -226,6 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--precision", choices=list(PRECISIONS), nargs="+", default=list(PRECISIONS),
+                        help="which of the four; bf16 is among them")
     parser.add_argument("--child", choices=["zlab"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -234,8 +236,8 @@ def main() -> None:
     if not (DEMO / "target").is_dir():
         raise SystemExit("build/demo/target is missing; run `make demo` first")
     result: dict[str, Any] = {"machine": machine(), "tokens": args.tokens, "repeats": args.repeats}
-    result["precisions"] = {name: measure(name, args.tokens, args.repeats) for name in PRECISIONS}
-    result["cold"] = cold_start(export("both"), 5)
+    result["precisions"] = {name: measure(name, args.tokens, args.repeats) for name in args.precision}
+    result["cold"] = cold_start(export(args.precision[-1]), 5)
     result["graph_phase"] = graph_phase(export(MANY), 3)
     zlab = subprocess.run([sys.executable, __file__, "--child", "zlab"], check=True, capture_output=True, text=True)
     result["zlab"] = json.loads(zlab.stdout.strip().splitlines()[-1])

@@ -316,12 +316,12 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
         "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue}
     few, gated = count <= MAX_STEP_ROWS, epilogue == SILU
     short = norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS
-    whole = whole_tile(out_features, in_features, count, fmt, gated=gated) if few and short else None
+    whole = whole_tile(out_features, in_features, fmt, gated=gated) if few and short else None
     slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few and norm is None else None
     function = linear_rows
     if whole is not None:
         function = linear_whole
-        tile_rows, tile_out, num_warps, stages = whole.rows, whole.out, whole.slices, 1
+        tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, whole.out, whole.slices, 1
         constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width,
                       "EPS": norm.eps if norm else 0.0}
     elif slices is not None:

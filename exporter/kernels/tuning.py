@@ -15,7 +15,7 @@ STREAMED_ELEMENTS = 1 << 23
 # Smaller ones than this are taken whole even where nothing is fused before or after them.
 WHOLE_ELEMENTS = 1 << 21
 WHOLE_OUT_ROWS = 16
-WHOLE_BLOCK_NBYTES = 160 << 10  # of bf16 weights and activations that a block has on their way to its matrix units
+WHOLE_BLOCK_NBYTES = 200 << 10  # of bf16 weights and activations that a block has on their way to its matrix units
 MIN_SLICE, MAX_SLICE = 128, 512  # columns per warp
 MIN_LARGE_TILES = 64  # blocks below which a prefill occupies a device better with small tiles
 PACKED_ROWS = 8  # exporter.kernels.linear_packed.ROWS
@@ -67,23 +67,18 @@ class WholeTile:
     """How dflash.linear is cut where a block takes the whole reduction at once.
 
     Attributes:
-        rows: activation rows per block.
         out: weight rows per block.
         slices: parts of the reduction, one per warp.
         width: columns of a part, padded to a power of two.
     """
 
-    rows: int
     out: int
     slices: int
     width: int
 
 
-def whole_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, gated: bool = False,
-               ) -> WholeTile | None:
+def whole_tile(out_features: int, in_features: int, fmt: Format, *, gated: bool = False) -> WholeTile | None:
     """The tile for a short reduction; None where one block cannot hold it or the matrix is large enough to stream.
-
-    How a row's sums are shared out over threads is the same for every number of rows, and so are its bits.
 
     Args:
         gated: the block holds a second tile of as many weight rows.
@@ -95,9 +90,8 @@ def whole_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, g
         part = in_features // slices
         width = 1 << (part - 1).bit_length()
         if in_features % slices == 0 and part % block == 0 and part >= MIN_SLICE and width <= MAX_SLICE:
-            room = WHOLE_BLOCK_NBYTES // (2 * slices * width) - WHOLE_OUT_ROWS * (2 if gated else 1)
-            most = 8 if rows <= 8 else 16 if rows <= 16 else 32
-            return WholeTile(next((r for r in (32, 16) if r <= min(most, room)), 8), WHOLE_OUT_ROWS, slices, width)
+            held = 2 * slices * width * (WHOLE_OUT_ROWS * (2 if gated else 1) + STEP_QUERY_ROWS)
+            return WholeTile(WHOLE_OUT_ROWS, slices, width) if held <= WHOLE_BLOCK_NBYTES else None
     return None
 
 
