@@ -149,7 +149,8 @@ def same_bytes(left: Checkpoint, left_name: str, right: Checkpoint, right_name: 
         return False
     pieces = ((at, min(HASH_CHUNK_NBYTES, ours.nbytes - at)) for at in range(0, ours.nbytes, HASH_CHUNK_NBYTES))
     return all(
-        _read_bytes(left, ours, at, nbytes) == _read_bytes(right, theirs, at, nbytes) for at, nbytes in pieces
+        torch.equal(_read_bytes(left, ours, at, nbytes), _read_bytes(right, theirs, at, nbytes))
+        for at, nbytes in pieces
     )
 
 
@@ -311,14 +312,14 @@ def _read_elements(
         )
     if prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(_read_bytes(checkpoint, entry, start, nbytes), dtype=dtype).reshape(shape)
+    return _read_bytes(checkpoint, entry, start, nbytes).view(dtype).reshape(shape)
 
 
-def _read_bytes(checkpoint: Checkpoint, entry: TensorEntry, start: int, nbytes: int) -> bytearray:
+def _read_bytes(checkpoint: Checkpoint, entry: TensorEntry, start: int, nbytes: int) -> torch.Tensor:
     """`nbytes` of a tensor from its byte `start` on, from a file that is still the one that was opened."""
     shard = next(shard for shard in checkpoint.shards if shard.name == entry.shard)
-    buffer = bytearray(nbytes)
-    view = memoryview(buffer)
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    view = memoryview(buffer.numpy())
     with _opened(checkpoint.path / shard.name) as fd:
         _check_unchanged(fd, shard)
         done = 0

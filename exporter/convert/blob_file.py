@@ -11,6 +11,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -23,16 +24,20 @@ from exporter.weights import PlacedView
 
 DIGEST_CHUNK_NBYTES = 4 << 20
 PARTIAL_SUFFIX = ".partial"
+SYNC_NBYTES = 32 << 20  # how much may be written before the disk is asked to catch up
 _READ_NBYTES = 4 << 20
 
 
 class BlobFile:
     """Appends views to a file, digesting views, chunks and the whole; gaps before a view are zeros."""
 
-    def __init__(self, file: BinaryIO, path: Path, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, file: BinaryIO, path: Path, disk: Executor, on_bytes: Callable[[int], None]) -> None:
         self.offset = 0
         self._file = file
         self._path = path
+        self._disk = disk
+        self._syncs: list[Future[None]] = []
+        self._synced = 0
         self._on_bytes = on_bytes
         self._whole = hashlib.sha256()
         self._chunk = hashlib.sha256()
@@ -75,6 +80,8 @@ class BlobFile:
     def finish(self) -> tuple[Path, bytes, bytes]:
         """Force the file to the disk and name it; returns path, SHA-256, and the digests of its chunks."""
         with writing(self._path):
+            for sync in self._syncs:
+                sync.result()
             os.fsync(self._file.fileno())
         if self.offset % DIGEST_CHUNK_NBYTES:
             self._chunk_digests += self._chunk.digest()
@@ -92,6 +99,13 @@ class BlobFile:
             self._advance(part[:count])
             payload = payload[count:]
             self._on_bytes(count)
+        self._sync_behind()
+
+    def _sync_behind(self) -> None:
+        """Have what is written go to the disk while more is made, so that `finish` has little to wait for."""
+        if self.offset - self._synced >= SYNC_NBYTES and all(sync.done() for sync in self._syncs[-1:]):
+            self._synced = self.offset
+            self._syncs.append(self._disk.submit(os.fdatasync, self._file.fileno()))
 
     def _digest(self, nbytes: int) -> bytes:
         digest = hashlib.sha256()
@@ -133,8 +147,8 @@ def open_blob(folder: Path, key: str, *, resume: bool, on_bytes: Callable[[int],
     try:
         with writing(partial):
             file = partial.open("r+b" if resume else "wb", buffering=0)
-        with file:
-            yield BlobFile(file, partial, on_bytes)
+        with file, ThreadPoolExecutor(1, "sync") as disk:
+            yield BlobFile(file, partial, disk, on_bytes)
     finally:
         with suppress(OSError):  # renamed away on success; on failure the error under way matters more
             partial.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """How far converted weights are from the checkpoint's: one line of figures for each, measured while they are converted.
 
     stats = ErrorStats()
-    stats.add(piece, quantized)
+    quantize_mxfp8(piece, stats)
     stats.summary("target.layers.0.qkv", Format.MXFP8).sqnr_db
 """
 
@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from dflash_core.formats import FORMATS, Format
-from numpy.typing import NDArray
+from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.nvfp4 import E2M1_VALUES
-from exporter.convert.quantized import SCRATCH, QuantizedTensor
 from runtime.error_report import REPORT_KIND, WeightErrors
 
-_LEAST_NORM, _MOST_NORM = 1e-12, 1e15
+_LEAST_SUM, _MOST_SUM = 1e-24, 1e30
 _DIGITS = 4  # of every figure: what survives another order of summation
 
 
@@ -39,25 +35,28 @@ class ErrorStats:
     saturated: int = 0
     zero_blocks: int = 0
 
-    def add(self, weight: Tensor, quantized: QuantizedTensor) -> None:
-        """Take in some rows.
+    def add(
+        self, exact: Tensor, values: Tensor, scale: Tensor, unit: float, saturated: int = 0, zero_blocks: int = 0
+    ) -> None:
+        """Take in some blocks, of which each code stands for its value * unit * scale.
 
         Args:
-            weight: [rows, cols], as the checkpoint has them; finite.
-            quantized: the same rows converted.
+            exact: f32 [blocks, block], as the checkpoint has them, finite; or their magnitudes.
+            values: f32 [blocks, block], of their codes, with the same signs; overwritten.
+            scale: f32 [blocks, 1].
+            unit: a power of two.
+            saturated: how many weights are beyond the largest code.
+            zero_blocks: how many blocks have no code but zero.
         """
-        block = FORMATS[quantized.format].block
-        exact = SCRATCH.take(0, (weight.numel() // block, block), torch.float32)
-        exact.view(weight.shape).copy_(weight)
-        scale = _scales(quantized)
-        noise = _code_values(quantized).view_as(exact).mul_(scale).sub_(exact)
+        noise = torch.addcmul(exact, values, scale, value=-unit, out=values)
         self.num_weights += exact.numel()
         self.signal += _sum_of_squares(exact)
         self.noise += _sum_of_squares(noise)
         self.max_abs = max(self.max_abs, _largest(noise))
-        self.max_rel = max(self.max_rel, _largest(noise.div_(exact).nan_to_num_(0.0)))  # 0 / 0 where a weight is 0
-        self.saturated += _num_saturated(quantized.format, exact, scale)
-        self.zero_blocks += _num_zero_blocks(quantized)
+        if self.max_rel < 1:  # no weight loses more than all of itself: zero is a code, and the nearest code is taken
+            self.max_rel = max(self.max_rel, _largest(noise.div_(exact).nan_to_num_(0.0)))  # 0 / 0 where a weight is 0
+        self.saturated += saturated
+        self.zero_blocks += zero_blocks
 
     def merge(self, later: ErrorStats) -> None:
         """Take in what another instance has summed up over the rows that follow."""
@@ -84,42 +83,6 @@ def report_bytes(errors: Sequence[WeightErrors]) -> bytes:
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _scales(quantized: QuantizedTensor) -> Tensor:
-    """f32 [blocks, 1]: what multiplies the codes of each block."""
-    scale = torch.from_numpy(_SCALE_TABLES[quantized.format][quantized.block_scale.numpy()]).view(-1, 1)
-    return scale if quantized.global_scale is None else scale.mul_(quantized.global_scale)
-
-
-def _code_values(quantized: QuantizedTensor) -> Tensor:
-    """f32, what each code stands for before scaling. Codes are looked up two at a time: half the look-ups."""
-    codes = quantized.codes.numpy().reshape(-1)
-    if quantized.format is Format.MXFP8:
-        codes = codes.view(np.uint16)
-    values = SCRATCH.take(1, (2 * codes.size,), torch.float32)
-    np.take(_PAIR_TABLES[quantized.format], codes, out=values.numpy().view(np.complex64), mode="clip")
-    return values
-
-
-def _num_saturated(fmt: Format, exact: Tensor, scale: Tensor) -> int:
-    if fmt is Format.MXFP8:
-        return 0  # its scales are rounded up
-    limit = scale * FORMATS[fmt].max_value
-    limit[limit == 0] = math.inf  # a block of zeros holds nothing in its largest code
-    beyond = exact.abs_().sub_(limit).flatten()
-    found = SCRATCH.take(1, beyond.shape, torch.bool).numpy()
-    return int(np.count_nonzero(np.greater(beyond.numpy(), np.float32(0), out=found)))
-
-
-def _num_zero_blocks(quantized: QuantizedTensor) -> int:
-    """Only a block with the least scale can be all zeros: a larger scale has a code that is not."""
-    least = quantized.block_scale.view(-1) == 0
-    if not least.any():
-        return 0
-    codes = quantized.codes.view(least.numel(), -1)[least]
-    signs = 0x7F if quantized.format is Format.MXFP8 else 0x77
-    return int((codes & signs == 0).all(-1).sum())
-
-
 def _largest(values: Tensor) -> float:
     """The largest magnitude."""
     if not values.numel():
@@ -129,28 +92,12 @@ def _largest(values: Tensor) -> float:
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(values))
-    if not _LEAST_NORM < norm < _MOST_NORM:  # squares of very small or very large weights are no fp32 numbers
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return norm * norm
+    flat = values.view(-1)
+    total = float(torch.dot(flat, flat))
+    if not _LEAST_SUM < total < _MOST_SUM:  # squares of very small or very large weights are no fp32 numbers
+        total = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+    return total
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
-
-
-def _pairs(low: NDArray[np.float32], high: NDArray[np.float32]) -> NDArray[np.complex64]:
-    """Two values as one table entry, the lower column first."""
-    return np.stack((low, high), axis=-1).astype(np.float32).view(np.complex64).reshape(-1)
-
-
-_BYTES = torch.arange(256, dtype=torch.uint8)
-_E4M3 = _BYTES.view(torch.float8_e4m3fn).to(torch.float32).numpy()
-_E2M1 = np.array(E2M1_VALUES, np.float32)
-_PAIR_TABLES = {
-    Format.MXFP8: _pairs(np.tile(_E4M3, 256), np.repeat(_E4M3, 256)),
-    Format.NVFP4: _pairs(np.tile(_E2M1, 16), np.repeat(_E2M1, 16)),
-}
-_SCALE_TABLES = {
-    Format.MXFP8: _BYTES.view(torch.float8_e8m0fnu).to(torch.float32).numpy(), Format.NVFP4: _E4M3,
-}

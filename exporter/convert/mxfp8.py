@@ -11,7 +11,8 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks
+from exporter.convert.errors import ErrorStats
+from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks, values_of_e4m3
 
 BLOCK = 32
 
@@ -22,7 +23,7 @@ _ROUND_UP_ABOVE_1_75 = 0x1FFFFF
 _MAX_EXPONENT = 8
 
 
-def quantize_mxfp8(weight: Tensor) -> QuantizedTensor:
+def quantize_mxfp8(weight: Tensor, stats: ErrorStats | None = None) -> QuantizedTensor:
     """Quantize a weight matrix to MXFP8, in blocks of 32 along the last axis.
 
     A block's scale is the smallest power of two with amax / scale <= 448 (rounded up, so nothing saturates),
@@ -30,6 +31,7 @@ def quantize_mxfp8(weight: Tensor) -> QuantizedTensor:
 
     Args:
         weight: [rows, cols], bf16, f16 or f32; cols divisible by 32.
+        stats: takes in how far the codes are from the weight, while both are at hand.
     Returns:
         codes, E4M3 bytes [rows, cols]; block_scale, E8M0 bytes [rows, cols / 32], not swizzled; no global_scale.
     Raises:
@@ -43,12 +45,17 @@ def quantize_mxfp8(weight: Tensor) -> QuantizedTensor:
     amax = block_amax(weight, BLOCK)
     for part in row_chunks(rows, cols):
         exponent = _scale_exponent(amax[part])
-        block_scale[part] = exponent.to(torch.uint8)
-        inv_scale = ((254 - exponent) << _EXPONENT_SHIFT).view(torch.float32)
-        scaled = SCRATCH.take(0, (*exponent.shape, BLOCK), torch.float32)
-        scaled.view(-1, cols).copy_(weight[part])
-        scaled.mul_(inv_scale.unsqueeze(-1))
+        block_scale[part] = exponent
+        exponent = exponent.view(-1, 1)
+        exact, scaled = (SCRATCH.take(slot, (exponent.numel(), BLOCK), torch.float32) for slot in (0, 1))
+        exact.view(-1, cols).copy_(weight[part])
+        torch.mul(exact, ((254 - exponent) << _EXPONENT_SHIFT).view(torch.float32), out=scaled)
         codes[part].view(torch.float8_e4m3fn).copy_(scaled.view(-1, cols))
+        if stats is not None:
+            values = values_of_e4m3(codes[part].view(exact.shape), out=scaled)
+            zero_blocks = _num_zero_blocks(values, exponent)
+            twice_scale = ((exponent + 1) << _EXPONENT_SHIFT).view(torch.float32)  # the least scale is no normal number
+            stats.add(exact, values, twice_scale, 2.0**7, zero_blocks=zero_blocks)
     return QuantizedTensor(Format.MXFP8, codes, block_scale, None)
 
 
@@ -68,3 +75,9 @@ def _scale_exponent(amax: Tensor) -> Tensor:
     """The E8M0 byte (exponent + 127, int32) of the smallest power of two with amax / scale <= 448."""
     exponent = (amax.view(torch.int32) + _ROUND_UP_ABOVE_1_75) >> _EXPONENT_SHIFT
     return (exponent - _MAX_EXPONENT).clamp_(min=0)
+
+
+def _num_zero_blocks(values: Tensor, exponent: Tensor) -> int:
+    """Only a block with the least scale can be all zeros: a larger scale has a code that is not."""
+    least = exponent.flatten() == 0
+    return int((values[least] == 0).all(-1).sum()) if least.any() else 0

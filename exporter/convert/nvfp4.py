@@ -7,17 +7,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
-from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks
+from exporter.convert.errors import ErrorStats
+from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks, values_of_e4m3
 
 BLOCK = 16
 
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
-_E2M1_MAX_CODE = 7
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # The magnitude codes of E2M1 lie on three lines, 2x up to 2, x + 2 up to 4 and x / 2 + 4 up to 6, and the lowest line
@@ -25,6 +26,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 # addition; the number is then found in the low bits of the float.
 _ROUNDER = 1.5 * 2.0**23
 _LINES = ((2.0, _ROUNDER), (1.0, _ROUNDER + 2.0), (0.5, _ROUNDER + 4.0))
+
+# A magnitude code is the middle of a half float too: moved up by 9, its bits are its value * 2**-14.
+_HALF_SHIFT = 9
+_HALF_UNIT = 2.0**14
 
 
 def global_scale_of(amax: Tensor) -> Tensor:
@@ -36,7 +41,7 @@ def global_scale_of(amax: Tensor) -> Tensor:
 
 
 def quantize_nvfp4(
-    weight: Tensor, global_scale: Tensor | None = None, amax: Tensor | None = None
+    weight: Tensor, global_scale: Tensor | None = None, amax: Tensor | None = None, stats: ErrorStats | None = None
 ) -> QuantizedTensor:
     """Quantize a weight matrix to NVFP4, in blocks of 16 along the last axis.
 
@@ -48,6 +53,7 @@ def quantize_nvfp4(
         weight: [rows, cols], bf16, f16 or f32; cols divisible by 16.
         global_scale: f32 [1], for rows that share a scale with others (`global_scale_of`); None: this tensor's own.
         amax: `block_amax(weight, 16)`, when it is at hand already; None: it is computed.
+        stats: takes in how far the codes are from the weight, while both are at hand.
     Returns:
         codes, two E2M1 codes a byte, low nibble first [rows, cols / 2]; block_scale, E4M3 bytes [rows, cols / 16], not
         swizzled; global_scale, f32 [1].
@@ -66,9 +72,8 @@ def quantize_nvfp4(
     for part in row_chunks(rows, cols):
         scale = _block_scale(amax[part], global_scale)
         block_scale[part] = scale.view(torch.uint8)
-        divisor = scale.to(torch.float32) * global_scale
-        divisor[divisor == 0] = torch.inf
-        _encode_e2m1(weight[part].contiguous(), divisor, codes[part])
+        decoded = values_of_e4m3(block_scale[part], out=torch.empty(scale.shape)).mul_(2.0**8 * global_scale)
+        _encode_e2m1(weight[part].contiguous(), decoded, codes[part], stats)
     return QuantizedTensor(Format.NVFP4, codes, block_scale, global_scale)
 
 
@@ -92,34 +97,45 @@ def _block_scale(amax: Tensor, global_scale: Tensor) -> Tensor:
     return (amax / _E2M1_MAX / global_scale).to(torch.float8_e4m3fn)  # the cast saturates
 
 
-def _encode_e2m1(weight: Tensor, divisor: Tensor, out: Tensor) -> None:
-    """Write the E2M1 codes of weight / divisor, two a byte.
+def _encode_e2m1(weight: Tensor, scale: Tensor, out: Tensor, stats: ErrorStats | None) -> None:
+    """Write the E2M1 codes of weight / scale, two a byte.
 
     Args:
         weight: [rows, cols], contiguous.
-        divisor: f32 [rows, cols / 16], positive.
+        scale: f32 [rows, cols / 16]; where it is zero, so are the codes.
         out: u8 [rows, cols / 2].
     """
-    rows, cols = weight.shape
-    blocks = (rows, cols // BLOCK, BLOCK)
-    magnitude, code, line = (SCRATCH.take(slot, blocks, torch.float32) for slot in range(3))
-    magnitude.view(rows, cols).copy_(weight)
-    magnitude.div_(divisor.unsqueeze(-1)).abs_()
-    code.fill_(_ROUNDER + _E2M1_MAX_CODE)
-    for slope, start in _LINES:
-        torch.add(start, magnitude, alpha=slope, out=line)
-        torch.minimum(code, line, out=code)
-    codes = SCRATCH.take(0, (rows, cols), torch.uint8)
-    codes.copy_(code.view(torch.int32).view(rows, cols))
-    codes.bitwise_or_(_signs(weight))
-    pairs, shifted = codes.view(torch.int16), SCRATCH.take(1, (rows, cols // 2), torch.int16)
-    torch.bitwise_right_shift(pairs, 4, out=shifted)
-    out.copy_(pairs.bitwise_or_(shifted))  # the low byte of each
+    scale = scale.view(-1, 1)
+    blocks = (scale.numel(), BLOCK)
+    magnitude, scaled, line = (SCRATCH.take(slot, blocks, torch.float32) for slot in (0, 1, 2))
+    code, another = (SCRATCH.take(slot, blocks, torch.uint8) for slot in (3, 4))
+    magnitude.view(weight.shape).copy_(torch.abs(weight, out=SCRATCH.take(2, weight.shape, weight.dtype)))
+    zero_blocks = scale.numel() - int(np.count_nonzero(scale.numpy()))
+    torch.div(magnitude, scale.masked_fill(scale == 0, torch.inf) if zero_blocks else scale, out=scaled)
+    saturated = 0 if stats is None else _num_above(scaled, _E2M1_MAX)
+    scaled.clamp_(max=_E2M1_MAX)
+    for (slope, start), found in zip(_LINES, (code, another, another), strict=True):
+        torch.add(start, scaled, alpha=slope, out=line)
+        found.copy_(line.view(torch.int32))  # the low byte
+        if found is another:
+            torch.minimum(code, another, out=code)
+    if stats is not None:
+        half = SCRATCH.take(2, blocks, torch.int16).copy_(code).bitwise_left_shift_(_HALF_SHIFT).view(torch.float16)
+        stats.add(magnitude, scaled.copy_(half), scale, _HALF_UNIT, saturated, zero_blocks)
+    code.bitwise_or_(_signs(weight).view(blocks))
+    pairs = code.view(torch.int16)
+    shifted = torch.bitwise_right_shift(pairs, 4, out=SCRATCH.take(2, pairs.shape, torch.int16))
+    out.copy_(pairs.bitwise_or_(shifted).view(out.shape))  # the low byte of each
 
 
 def _signs(weight: Tensor) -> Tensor:
-    """8 where a weight is negative, -0.0 included, else 0: u8 [rows, cols] in the third slot of the scratch memory."""
+    """8 where a weight is negative, -0.0 included, else 0: u8 [rows, cols] in the fifth slot of the scratch memory."""
     integer, shift = (torch.int32, 28) if weight.dtype == torch.float32 else (torch.int16, 12)
-    bits, signs = SCRATCH.take(1, weight.shape, integer), SCRATCH.take(2, weight.shape, torch.uint8)
+    bits, signs = SCRATCH.take(2, weight.shape, integer), SCRATCH.take(4, weight.shape, torch.uint8)
     torch.bitwise_right_shift(weight.view(integer), shift, out=bits)
     return signs.copy_(bits.bitwise_and_(8))
+
+
+def _num_above(values: Tensor, limit: float) -> int:
+    above = SCRATCH.take(3, values.shape, torch.bool).numpy()
+    return int(np.count_nonzero(np.greater(values.numpy(), np.float32(limit), out=above)))

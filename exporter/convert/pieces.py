@@ -28,6 +28,7 @@ class Piece:
 
     Attributes:
         source, shard: tensor and file; no shard for generated data.
+        nbytes: of the piece, as read.
         first_row, last_row: rows of the source; both None for a tensor without axes or generated data.
     """
 
@@ -35,6 +36,7 @@ class Piece:
     checkpoint: Checkpoint | None
     source: str
     shard: str
+    nbytes: int
     first_row: int = 0
     last_row: int | None = None
 
@@ -85,19 +87,21 @@ def pieces_of(spec: WeightSpec, checkpoints: Mapping[str, Checkpoint]) -> list[P
     """
     if spec.data is not None:
         _check_shapes(spec, [tuple(spec.data.shape)])
-        return [Piece(spec, None, spec.name, "")]
+        return [Piece(spec, None, spec.name, "", spec.data.nbytes)]
     checkpoint = checkpoints[spec.checkpoint]
     entries = [checkpoint.tensors[name] for name in spec.sources]
     _check_shapes(spec, [entry.shape for entry in entries])
     pieces = []
     for entry in entries:
         if not entry.shape:
-            pieces.append(Piece(spec, checkpoint, entry.name, entry.shard))
+            pieces.append(Piece(spec, checkpoint, entry.name, entry.shard, entry.nbytes))
             continue
         rows = entry.shape[0]
         step = max(1, READ_NBYTES * rows // max(entry.nbytes, 1))
-        pieces += [Piece(spec, checkpoint, entry.name, entry.shard, start, min(start + step, rows))
-                   for start in range(0, rows, step)]
+        row_nbytes = entry.nbytes // max(rows, 1)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            pieces.append(Piece(spec, checkpoint, entry.name, entry.shard, (stop - start) * row_nbytes, start, stop))
     return pieces
 
 

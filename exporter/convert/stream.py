@@ -1,8 +1,9 @@
 """Write a core's weight files from checkpoints, piece by piece, in memory that the model's size does not touch.
 
 Each file is written front to back. Two threads read some rows at a time and convert them; the calling thread hashes
-what they bring in three ways (whole file, 4 MiB chunk, view) and writes it. A file gets its final name, its digest,
-after it is complete and on the disk. A conversion whose process was killed goes on where it stood, in the same folder.
+what they bring in three ways (whole file, 4 MiB chunk, view) and writes it; a fourth has the disk keep up. A file gets
+its final name, its digest, after it is complete and on the disk. A conversion whose process was killed goes on where it
+stood, in the same folder.
 
     converted = convert_weights(layout, {"target": target, "draft": draft}, staging, progress.advance)
 """
@@ -32,13 +33,14 @@ from exporter.convert.mxfp8 import quantize_mxfp8
 from exporter.convert.nvfp4 import BLOCK as NVFP4_BLOCK
 from exporter.convert.nvfp4 import global_scale_of, quantize_nvfp4
 from exporter.convert.pieces import Piece, pieces_of
-from exporter.convert.quantized import block_amax, check_matrix, row_chunks
+from exporter.convert.quantized import block_amax, check_matrix
 from exporter.weights import BlobLayout, PlacedView, PlacedWeight, Raw, WeightLayout, WeightSpec
 from runtime.error_report import WeightErrors
 
 WEIGHTS_FOLDER = "weights"
 THREADS = 2
 PIECES_AHEAD = 4
+KEPT_NBYTES = 256 << 20  # an NVFP4 weight up to this size is read once, and stays in memory between its two passes
 
 _CODEC_VERSION: dict[Format | Raw, str] = {Format.MXFP8: "mxfp8/1", Format.NVFP4: "nvfp4/1"}
 
@@ -145,7 +147,7 @@ class _BlobJob:
         self._folder = folder
         self._journal = journal
         self._pool = pool
-        self._amax: dict[str, list[Future[Tensor]]] = {}
+        self._surveys: dict[str, list[Future[_Survey]]] = {}
 
     def convert(self, on_bytes: Callable[[int], None]) -> ConvertedBlob:
         blob = self._blob
@@ -206,9 +208,10 @@ class _BlobJob:
             name, fmt = weight.spec.name, weight.spec.format
             pieces = self._pieces[name]
             if fmt is Format.NVFP4:
-                self._amax[name] = [self._pool.submit(_nvfp4_amax, piece) for piece in pieces]
+                keep = sum(piece.nbytes for piece in pieces) <= KEPT_NBYTES
+                self._surveys[name] = [self._pool.submit(_survey, piece, keep) for piece in pieces]
             for index, piece in enumerate(pieces):
-                yield self._pool.submit(_convert_piece, piece, fmt, self._amax.get(name, []), index)
+                yield self._pool.submit(_convert_piece, piece, fmt, self._surveys.get(name, []), index)
 
     def _write(self, weight: PlacedWeight, done: Iterator[_Done], file: BlobFile) -> WrittenWeight:
         """Write a weight's views in storage order."""
@@ -226,43 +229,51 @@ class _BlobJob:
         if stats is not None:
             digests.append(file.write_view(weight.views[1], iter(scales)))
         if weight.spec.format is Format.NVFP4:
-            digests.append(file.write_view(weight.views[2], iter([_global_scale(self._amax.pop(weight.spec.name))])))
+            digests.append(file.write_view(weight.views[2], iter([_global_scale(self._surveys.pop(weight.spec.name))])))
         return WrittenWeight(digests, stats)
 
 
-def _convert_piece(piece: Piece, fmt: Format | Raw, amax: list[Future[Tensor]], index: int) -> _Done:
-    """Read a piece and convert it, some rows at a time, so that they and their codes stay in the cache."""
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What NVFP4 has to know of every piece before it converts the first.
+
+    Attributes:
+        amax: f32 [rows, blocks]; `largest` is the largest of them.
+        values: the piece itself, unless its weight is so large that it is better read twice.
+    """
+
+    amax: Tensor
+    largest: Tensor
+    values: Tensor | None
+
+
+def _convert_piece(piece: Piece, fmt: Format | Raw, surveys: list[Future[_Survey]], index: int) -> _Done:
     if fmt not in _CODEC_VERSION or not isinstance(fmt, Format):
         return _Done(piece.read())
-    global_scale = _global_scale(amax) if fmt is Format.NVFP4 else None
-    values = piece.read()
     stats = ErrorStats()
-    codes, scales = [], []
-    with piece.located(values):
-        check_matrix(fmt, values)
-        for part in row_chunks(*values.shape):
-            rows = values[part]
-            if fmt is Format.MXFP8:
-                quantized = quantize_mxfp8(rows)
-            else:
-                quantized = quantize_nvfp4(rows, global_scale, amax[index].result()[part])
-            stats.add(rows, quantized)
-            codes.append(quantized.codes)
-            scales.append(quantized.block_scale)
-    return _Done(torch.cat(codes), torch.cat(scales), stats)
+    if fmt is Format.MXFP8:
+        values = piece.read()
+        with piece.located(values):
+            quantized = quantize_mxfp8(values, stats)
+    else:
+        global_scale = _global_scale(surveys)
+        survey = surveys[index].result()
+        values = piece.read() if survey.values is None else survey.values
+        quantized = quantize_nvfp4(values, global_scale, survey.amax, stats)
+    return _Done(quantized.codes, quantized.block_scale, stats)
 
 
-def _nvfp4_amax(piece: Piece) -> Tensor:
+def _survey(piece: Piece, keep: bool) -> _Survey:
     values = piece.read()
     with piece.located(values):
         check_matrix(Format.NVFP4, values)
-        return block_amax(values, NVFP4_BLOCK)
+        amax = block_amax(values, NVFP4_BLOCK)
+    return _Survey(amax, amax.max() if amax.numel() else torch.zeros(()), values if keep else None)
 
 
-def _global_scale(amax: list[Future[Tensor]]) -> Tensor:
+def _global_scale(surveys: list[Future[_Survey]]) -> Tensor:
     """NVFP4's fp32 scale over all sources, so that every row is coded under the final scale."""
-    largest = [future.result().max() for future in amax if future.result().numel()]
-    return global_scale_of(torch.stack(largest).max() if largest else torch.zeros(()))
+    return global_scale_of(torch.stack([torch.zeros(()), *(future.result().largest for future in surveys)]).max())
 
 
 def tensor_view(view: PlacedView, spec: WeightSpec, sha256: bytes) -> TensorView:

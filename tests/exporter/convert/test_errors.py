@@ -12,6 +12,7 @@ import torch
 from dflash_core.formats import Format
 from torch import Tensor
 
+from exporter.convert import quantized
 from exporter.convert.errors import ErrorStats, report_bytes
 from exporter.convert.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from exporter.convert.nvfp4 import dequantize_nvfp4, quantize_nvfp4
@@ -25,7 +26,7 @@ CODECS: dict[Format, tuple[Callable[[Tensor], QuantizedTensor], Callable[[Quanti
 
 def measured(weight: Tensor, fmt: Format) -> WeightErrors:
     stats = ErrorStats()
-    stats.add(weight, CODECS[fmt][0](weight))
+    CODECS[fmt][0](weight, stats=stats)
     return stats.summary("w", fmt)
 
 
@@ -99,14 +100,48 @@ def test_weights_whose_squares_are_no_fp32_numbers_have_a_ratio(size: float) -> 
     assert measured(scaled, Format.MXFP8).sqnr_db == measured(plain, Format.MXFP8).sqnr_db
 
 
+def test_largest_loss_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "CHUNK_WEIGHTS", 32)  # a row at a time
+    weight = torch.cat([block([448.0, 1.0625], 32), block([448.0, 2.0**-12], 32), block([448.0, 33.0], 32)])
+
+    assert measured(weight, Format.MXFP8).max_rel == 1.0
+    assert measured(weight[:1], Format.MXFP8).max_rel == 0.05882
+
+
+LARGEST = 3.3895313892515355e38  # of bf16, with a mantissa above 1.75: the largest scales there are
+
+
+@pytest.mark.parametrize("fmt", list(CODECS), ids=lambda fmt: fmt.value)
+@pytest.mark.parametrize(("size", "shift"), [(LARGEST, 16), (2.0**-133, 1)], ids=["largest", "least"])
+def test_weights_at_the_ends_of_the_range_have_figures(fmt: Format, size: float, shift: int) -> None:
+    weight = torch.full((2, 32), size, dtype=torch.bfloat16)
+    weight[1] = -weight[1]
+    quantize, dequantize = CODECS[fmt]
+
+    found = measured(weight, fmt)
+
+    smaller = weight / shift  # has the same codes; the largest weight is rounded to 2**128, which fp32 has not
+    lost = (dequantize(quantize(smaller)).double() - smaller.double()).abs() * shift
+    assert found.max_abs == pytest.approx(float(lost.max()), rel=1e-3)
+    assert found.max_rel == pytest.approx(float((lost / weight.double().abs()).max()), rel=1e-3)
+
+
+def test_weight_that_becomes_zero_loses_all_of_itself_and_none_loses_more() -> None:
+    for fmt, (quantize, dequantize) in CODECS.items():
+        weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+        weight[0, 0] = 2.0**-30
+        loss = (dequantize(quantize(weight)) - weight).abs() / weight.abs()
+        assert float(loss.max()) == 1.0 == measured(weight, fmt).max_rel
+
+
 def test_pieces_add_up_to_the_whole() -> None:
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
     weight[40, :32] = 0
     whole, first, second = ErrorStats(), ErrorStats(), ErrorStats()
-    whole.add(weight, quantize_mxfp8(weight))
+    quantize_mxfp8(weight, whole)
 
-    first.add(weight[:24], quantize_mxfp8(weight[:24]))
-    second.add(weight[24:], quantize_mxfp8(weight[24:]))
+    quantize_mxfp8(weight[:24], first)
+    quantize_mxfp8(weight[24:], second)
     first.merge(second)
 
     assert first.summary("w", Format.MXFP8) == whole.summary("w", Format.MXFP8)
@@ -148,5 +183,5 @@ def test_conversion_reports_every_converted_weight_and_no_other(tmp_path: Path) 
 
 def stats_of(weight: Tensor) -> ErrorStats:
     stats = ErrorStats()
-    stats.add(weight, quantize_mxfp8(weight))
+    quantize_mxfp8(weight, stats)
     return stats

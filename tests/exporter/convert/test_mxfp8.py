@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from exporter.convert import quantized
 from exporter.convert.mxfp8 import dequantize_mxfp8, quantize_mxfp8
+from exporter.convert.nvfp4 import quantize_nvfp4
 from exporter.convert.quantized import QuantizedTensor
 from tests.oracles import mxfp8_oracle as oracle
 
@@ -173,6 +175,42 @@ def test_row_chunks_do_not_change_the_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     chunked = quantize_mxfp8(weight)
 
     assert torch.equal(chunked.codes, whole.codes) and torch.equal(chunked.block_scale, whole.block_scale)
+
+
+@pytest.mark.parametrize("quantize", [quantize_mxfp8, quantize_nvfp4], ids=["mxfp8", "nvfp4"])
+def test_row_of_a_weight_that_is_not_finite_counts_from_the_first(
+    monkeypatch: pytest.MonkeyPatch, quantize: Callable[[Tensor], QuantizedTensor]
+) -> None:
+    monkeypatch.setattr(quantized, "CHUNK_WEIGHTS", 4 * 32)
+    weight = torch.zeros(10, 32)
+    weight[9, 7] = math.nan
+
+    with pytest.raises(ConvertError, match="row 9, column 7"):
+        quantize(weight)
+
+
+def test_every_e4m3_code_is_read_as_the_middle_of_a_half_float() -> None:
+    codes = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+
+    found = quantized.values_of_e4m3(codes, out=torch.empty(codes.shape)) * 2**8
+
+    assert [Fraction(value) for value in found.tolist()] == [oracle.e4m3_value(byte) for byte in codes.tolist()]
+
+
+AMAX_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", AMAX_DTYPES, ids=["bf16", "f16", "f32"])
+@pytest.mark.parametrize("block", [16, 32])
+def test_largest_of_a_block_is_found_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int
+) -> None:
+    monkeypatch.setattr(quantized, "CHUNK_WEIGHTS", 3 * 2 * block)
+    weight = torch.full((block, 2 * block), 1.0, dtype=dtype)
+    for place in range(block):
+        weight[place, place], weight[place, block + place] = 3.0, -5.0 - place
+
+    assert quantized.block_amax(weight, block).tolist() == [[3.0, 5.0 + place] for place in range(block)]
 
 
 BAD = [

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exporter.checkpoint import Checkpoint, open_checkpoint
-from exporter.convert import blob_file
+from exporter.convert import blob_file, stream
 from exporter.convert import pieces as reader
 from exporter.convert.mxfp8 import quantize_mxfp8
 from exporter.convert.nvfp4 import quantize_nvfp4
@@ -187,7 +188,88 @@ def test_no_more_rows_are_read_than_fit_the_piece(tmp_path: Path, monkeypatch: p
     convert(tmp_path, TENSORS, LAYOUT)
 
     assert max(read) == 1024
-    assert sum(read) == 40 * 128 * (1 + 2 * 2 + 2), "one pass for MXFP8, two for NVFP4"
+    assert sum(read) == 40 * 128 * (1 + 2 + 1), "every source is read once"
+
+
+def test_nvfp4_weight_too_large_to_keep_is_read_twice_and_has_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    rows_of = reader.read_rows
+
+    def recording(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+        read.append(name)
+        return rows_of(checkpoint, name, start, stop)
+
+    kept = convert(tmp_path, TENSORS, LAYOUT, "kept")
+    monkeypatch.setattr(reader, "read_rows", recording)
+    monkeypatch.setattr(stream, "KEPT_NBYTES", 80 * 64 * 2 - 1)  # one byte less than the fused weight has
+
+    assert convert(tmp_path, TENSORS, LAYOUT, "again") == kept
+    assert sorted(read) == ["n", "v", "v", "v", "w", "w", "w"]
+
+
+CODECS = {Format.MXFP8: "quantize_mxfp8", Format.NVFP4: "quantize_nvfp4"}
+
+
+@pytest.mark.parametrize("fmt", list(CODECS), ids=lambda fmt: fmt.value)
+def test_two_pieces_are_converted_at_the_same_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fmt: Format
+) -> None:
+    both = threading.Barrier(2, timeout=10)
+    threads: list[tuple[int, int]] = []
+    quantize = getattr(stream, CODECS[fmt])
+
+    def meeting(*given: object) -> object:
+        both.wait()  # passes only while another piece is in here
+        threads.append((threading.get_ident(), torch.get_num_threads()))
+        return quantize(*given)
+
+    monkeypatch.setattr(stream, CODECS[fmt], meeting)
+    monkeypatch.setattr(reader, "READ_NBYTES", 20 * 128)
+
+    convert(tmp_path, TENSORS, layout_weights([spec("body", fmt, (40, 64), ("w",))]))
+
+    assert len({thread for thread, _ in threads}) == 2
+    assert [count for _, count in threads] == [1, 1], "each keeps to one core"
+
+
+def test_nvfp4_weight_is_surveyed_on_two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=10)
+    amax_of = stream.block_amax
+
+    def meeting(weight: Tensor, block: int) -> Tensor:
+        both.wait()
+        return amax_of(weight, block)
+
+    monkeypatch.setattr(stream, "block_amax", meeting)
+    monkeypatch.setattr(reader, "READ_NBYTES", 20 * 128)
+
+    convert(tmp_path, TENSORS, layout_weights([spec("body", Format.NVFP4, (40, 64), ("w",))]))
+
+
+def test_pieces_are_converted_while_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meanwhile = threading.Event()
+    quantize = stream.quantize_mxfp8
+    started: list[int] = []
+
+    def counting(*given: object) -> object:
+        started.append(1)
+        if len(started) > 2:  # the third piece: it is not needed for the first to be written
+            meanwhile.set()
+        return quantize(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stream, "quantize_mxfp8", counting)
+    monkeypatch.setattr(reader, "READ_NBYTES", 10 * 128)
+    waited: list[bool] = []
+
+    def on_bytes(nbytes: int) -> None:
+        waited.append(meanwhile.wait(10))
+
+    layout = layout_weights([spec("body", Format.MXFP8, (40, 64), ("w",))])
+    convert_weights(layout, {"target": checkpoint_of(tmp_path / "m", TENSORS)}, tmp_path / "core", on_bytes)
+
+    assert all(waited)
 
 
 def test_progress_adds_up_to_the_layout(tmp_path: Path) -> None:
@@ -298,6 +380,40 @@ def test_file_in_the_place_of_the_folder_is_a_resource_error(tmp_path: Path) -> 
         convert(tmp_path, TENSORS, LAYOUT)
 
     assert (caught.value.code, caught.value.exit_code) == ("WRITE_FAILED", 6)
+
+
+def test_disk_is_asked_to_follow_while_the_file_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def recording(fd: int) -> None:
+        sizes.append(os.fstat(fd).st_size)
+
+    monkeypatch.setattr(blob_file, "SYNC_NBYTES", 1000)
+    monkeypatch.setattr(os, "fdatasync", recording)
+
+    convert(tmp_path, TENSORS, LAYOUT)
+
+    assert sizes and all(size >= 1000 for size in sizes), "not before there is something to write"
+
+
+def test_disk_that_fails_behind_the_writer_is_a_resource_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]  # the system reports a lost page once
+
+    def refuse(fd: int) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    monkeypatch.setattr(blob_file, "SYNC_NBYTES", 1)
+    monkeypatch.setattr(os, "fdatasync", refuse)
+
+    with pytest.raises(DflashError) as caught:
+        convert(tmp_path, TENSORS, LAYOUT)
+
+    assert (caught.value.code, caught.value.exit_code) == ("NO_SPACE", 6)
+    assert caught.value.where.endswith("core/weights/target.partial")
+    assert list((tmp_path / "core" / "weights").iterdir()) == []
 
 
 def test_interrupt_leaves_no_partial_file(tmp_path: Path) -> None:
