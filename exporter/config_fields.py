@@ -90,13 +90,15 @@ class Fields:
 
     def missing(self, key: str) -> CheckpointError:
         """The error for a field that must be there."""
-        return CheckpointError("FIELD_MISSING", f"config has no {self.name(key)}", where=self.where)
+        return CheckpointError("FIELD_MISSING", f"config has no {self.name(key)}", where=self.where,
+                               hint="download the file again, or give it the value that the model was trained with")
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """The error for a field whose value is not `expected`."""
         return CheckpointError(
             "FIELD_VALUE", f"config field {self.name(key)} has a value of the wrong kind", where=self.where,
             expected=expected, got=short(self.values.get(key)),
+            hint="download the file again, or give it the value that the model was trained with",
         )
 
     def _value(self, key: str, default: Any) -> Any:

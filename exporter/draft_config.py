@@ -193,6 +193,7 @@ def _taps(fields: Fields, num_layers: int, target: TargetConfig) -> tuple[tuple[
         raise CheckpointError(
             "DRAFT_TAPS", "taps are not distinct layers of the target", where=CONFIG_NAME,
             expected=f"distinct layers from 0 to {target.num_layers - 1}", got=list(taps),
+            hint="pass the target that this draft was trained for",
         )
     if target.num_layers - 1 in taps:
         notices.append("the last layer is tapped: its output is taken before the target's final norm")
@@ -212,11 +213,13 @@ def _heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
         raise CheckpointError(
             "HEADS", "attention heads do not divide into groups", where=CONFIG_NAME,
             expected=f"num_attention_heads {num_heads} divisible by num_key_value_heads", got=num_kv_heads,
+            hint="download config.json again: one of the two is not the model's",
         )
     if not fields.has("head_dim") and hidden_size % num_heads:
         raise CheckpointError(
             "HEADS", "hidden_size does not divide into heads, and head_dim is absent", where=CONFIG_NAME,
             expected=f"hidden_size {hidden_size} divisible by num_attention_heads", got=num_heads,
+            hint="add the head_dim that the model was trained with",
         )
     return num_heads, num_kv_heads, fields.count("head_dim", default=hidden_size // num_heads)
 
@@ -252,6 +255,7 @@ def _sliding_layers(fields: Fields, types: Any, num_layers: int) -> list[bool]:
         raise CheckpointError(
             "DRAFT_LAYERS", "layer_types does not say what each layer is", where=CONFIG_NAME,
             expected=f"{num_layers} times {FULL} or {SLIDING}", got=short(types),
+            hint="download config.json again, or list one type for each layer",
         )
     is_sliding = [kind == SLIDING for kind in types]
     if any(is_sliding) and fields.get("use_sliding_window") is False:
@@ -275,6 +279,7 @@ def _window(fields: Fields) -> tuple[int, tuple[str, ...]]:
             raise CheckpointError(
                 "DRAFT_LAYERS", "draft has sliding layers and no window", where=CONFIG_NAME,
                 expected=f"sliding_window or {NESTED_KEY}.swa_window_size",
+                hint="add the window that the draft was trained with",
             )
         return fields.count("sliding_window"), ()
     window = fields.count("swa_window_size")
@@ -303,6 +308,7 @@ def _conv(
             expected=f"conv_kernel_size ≤ block_size {block_size}, hidden_size {hidden_size} divisible by"
             " conv_group_size",
             got=f"conv_kernel_size {kernel_size}, conv_group_size {group_size}",
+            hint="download config.json again: the block, the channels and the convolution are of different drafts",
         )
     return kernel_size, group_size
 

@@ -34,7 +34,7 @@ class Refusal:
 
     code: str
     what: str
-    hint: str = ""
+    hint: str
 
 
 DSPARK = Refusal(
@@ -50,8 +50,14 @@ KIMI_K3 = Refusal(
 MLA = Refusal(
     "DRAFT_MLA", "attention_mode mla is not built yet", "only drafts with grouped-query attention are exported"
 )
-MINIMAX = Refusal("DRAFT_VARIANT", "MiniMaxDFlash2DraftModel is a DFlash2 variant that is not supported yet")
-BEAM = Refusal("DRAFT_VARIANT", "DFlash2BeamDraftModel is a DFlash2 variant that is not supported yet")
+MINIMAX = Refusal(
+    "DRAFT_VARIANT", "MiniMaxDFlash2DraftModel is a DFlash2 variant that is not supported yet",
+    "take a DFlash2DraftModel or a DFlashDraftModel of the same target",
+)
+BEAM = Refusal(
+    "DRAFT_VARIANT", "DFlash2BeamDraftModel is a DFlash2 variant that is not supported yet",
+    "take a DFlash2DraftModel or a DFlashDraftModel of the same target",
+)
 
 MUSE_ASSISTANT = "MuseGlimmerAssistantModel"
 ARCHITECTURES: Mapping[str, DraftMethod | Refusal] = {
@@ -151,6 +157,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
         raise CheckpointError(
             "ARCHITECTURES", "architectures does not name one class", where="config.json",
             expected='a list of one string, such as ["LlamaForCausalLM"]', got=short(value),
+            hint="download config.json again, or name the one class of the model",
         )
     return value[0]
 
@@ -162,7 +169,7 @@ def _speculators_method(value: Any, where: str) -> DraftMethod | None:
     if known is None:
         raise CheckpointError(
             "DRAFT_UNKNOWN", "speculators_model_type is not supported", where=where, expected=" ".join(SPECULATORS),
-            got=short(value),
+            got=short(value), hint="take a draft of one of these kinds, or leave --draft out",
         )
     if isinstance(known, Refusal):
         raise _refused(known, where, f"speculators_model_type {value}")
@@ -177,12 +184,14 @@ def _not_a_draft(
         return _refused(DSPARK, where, "model_type k3_dspark")
     if architecture and architecture == target_architecture:
         return CheckpointError(
-            "DRAFT_IS_TARGET", "the target was passed as the draft", where=where, expected=EXPECTED, got=got
+            "DRAFT_IS_TARGET", "the target was passed as the draft", where=where, expected=EXPECTED, got=got,
+            hint="pass the target first and the draft with --draft",
         )
     if "embed_tokens.weight" in names and not any(name.endswith("fc.weight") for name in names):
         return CheckpointError(
             "DRAFT_IS_CAUSAL_LM", "this is a target-style model", where=where, expected=EXPECTED,
             got=f"{got}, with an embedding table and no fc.weight",
+            hint="take a draft that was trained for this target, or leave --draft out",
         )
     return CheckpointError(
         "DRAFT_UNKNOWN", "this is no draft that dflash knows", where=where, expected=EXPECTED, got=got,

@@ -22,6 +22,7 @@ from exporter.draft_kind import DOMINO, MLA, Refusal
 NESTED_KEY = "dflash_config"
 SPECULATORS_BODY_KEY = "transformer_layer_config"
 MASK_SIDECAR_NAME = "mask_embedding.pt"
+WITHOUT_IT = "take a draft without it, or leave --draft out"
 
 # Flat name -> name inside dflash_config.
 NESTED_NAMES: Mapping[str, str] = {
@@ -113,12 +114,13 @@ def refuse_unsupported(draft: Checkpoint, fields: Fields) -> None:
         lost = UNSUPPORTED_TENSORS.get(name.removesuffix(".weight").rsplit(".", 1)[-1])
         if lost is not None:
             raise CheckpointError(
-                "UNSUPPORTED_TENSOR", f"draft with a tensor {name} is not supported: {lost}", where=where
+                "UNSUPPORTED_TENSOR", f"draft with a tensor {name} is not supported: {lost}", where=where,
+                hint=WITHOUT_IT,
             )
     if (draft.path / MASK_SIDECAR_NAME).exists():
         raise CheckpointError(
             "UNSUPPORTED_FILE", "draft with a mask embedding of its own is not supported: its mask row would be lost",
-            where=str(draft.path / MASK_SIDECAR_NAME),
+            where=str(draft.path / MASK_SIDECAR_NAME), hint=WITHOUT_IT,
         )
 
 
@@ -138,5 +140,5 @@ def _refuse_choice(
 
 def _unsupported(name: str, value: Any, lost: str, where: str) -> CheckpointError:
     return CheckpointError(
-        "UNSUPPORTED_FIELD", f"draft with {name} {short(value)} is not supported: {lost}", where=where
+        "UNSUPPORTED_FIELD", f"draft with {name} {short(value)} is not supported: {lost}", where=where, hint=WITHOUT_IT
     )

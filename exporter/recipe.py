@@ -257,5 +257,6 @@ def _group_names(recipe: Recipe) -> Iterator[str]:
 
 
 def _broken(where: str, what: str, expected: str | None = None, got: str | None = None) -> RecipeError:
-    return RecipeError("RECIPE_RULE", what, where=where, expected=expected, got=got)
+    return RecipeError("RECIPE_RULE", what, where=where, expected=expected, got=got,
+                       hint="mend the recipe; those in manifests/recipes show every rule kept")
 

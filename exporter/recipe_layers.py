@@ -74,4 +74,5 @@ def _numbered(layer_type: LayerType, where: str, values: Sequence[Any], num_laye
 
 def _bad(layer_type: LayerType, where: str, expected: str, got: object) -> RecipeError:
     return RecipeError("LAYER_TYPES", f"config does not say which layers are of type {layer_type.name}", where=where,
-                       expected=expected, got=got)
+                       expected=expected, got=got,
+                       hint="download config.json again, or mend the layer type in the recipe")

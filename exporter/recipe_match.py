@@ -57,6 +57,7 @@ def config_symbols(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, int]:
                 "SYMBOL_MISSING", "config lacks a number that the recipe needs",
                 where=f"symbol {symbol.name} of recipe {recipe.name}",
                 expected=f"{' or '.join(symbol.keys)} in config.json",
+                hint="download config.json again, or pass the recipe of this model's family",
             )
     return symbols
 
@@ -228,7 +229,8 @@ def _expression(pattern: str) -> re.Pattern[str]:
 def _check_numbered(symbol: str, symbols: Mapping[str, int]) -> None:
     if symbols[symbol] > MAX_NUMBERED:
         raise RecipeError("SYMBOL_VALUE", f"config asks for too many {symbol}", where="config.json",
-                          expected=f"at most {MAX_NUMBERED}", got=symbols[symbol])
+                          expected=f"at most {MAX_NUMBERED}", got=symbols[symbol],
+                          hint="download config.json again: no published model has so many")
 
 
 def _count(key: str, value: Any) -> int:
@@ -236,7 +238,8 @@ def _count(key: str, value: Any) -> int:
         return len(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise RecipeError("SYMBOL_VALUE", "config value is no count", where=f"{key} in config.json",
-                          expected="a whole number or a list", got=repr(value))
+                          expected="a whole number or a list", got=repr(value),
+                          hint="download config.json again, or give it the value that the model was trained with")
     return value
 
 

@@ -48,6 +48,7 @@ def _bad(expression: str, got: str) -> RecipeError:
     return RecipeError(
         "SHAPE_EXPRESSION", "shape expression cannot be evaluated", where=repr(expression),
         expected="integers and symbols of the recipe under + - * / and parentheses", got=got,
+        hint="mend the expression in the recipe, or the numbers in config.json that it divides",
     )
 
 

@@ -155,12 +155,13 @@ def _nested_fields(fields: Fields) -> Fields:
     for key, value in nested.values.items():
         if isinstance(value, dict):
             raise CheckpointError(
-                "ROPE_LAYERED", "rope parameters per layer type are not built yet", where=nested.where, got=key
+                "ROPE_LAYERED", "rope parameters per layer type are not built yet", where=nested.where, got=key,
+                hint="choose a model whose layers share one rope",
             )
     if any(key.startswith("mrope_") and value for key, value in nested.values.items()):
         raise CheckpointError(
             "ROPE_MULTIMODAL", "multimodal rope (mrope) is not built yet: positions would lose two of their axes",
-            where=nested.where,
+            where=nested.where, hint="choose a model whose positions have one axis",
         )
     return nested
 
@@ -171,6 +172,7 @@ def _parameters(rope: Fields, config: Fields, head_dim: int, default_theta: floa
         raise CheckpointError(
             "ROPE_TYPE", "rope type is not supported", where=rope.where,
             expected=" ".join(known.value for known in RopeType), got=short(word),
+            hint="choose a model with one of these: another one would turn positions by other angles",
         )
     kind = RopeType(word)
     theta = rope.number("rope_theta", default=default_theta)
@@ -240,6 +242,7 @@ def _rotary_share(rope: Fields, head_dim: int) -> float:
         raise CheckpointError(
             "ROPE_DIMS", "rotating dims are not an even part of the head", where=rope.where,
             expected=f"an even number up to {head_dim}", got=dims,
+            hint="download config.json again, or mend partial_rotary_factor",
         )
     return share
 

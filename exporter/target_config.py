@@ -101,6 +101,7 @@ def read_target_config(checkpoint: Checkpoint) -> TargetConfig:
         raise CheckpointError(
             "HEADS", "attention heads do not divide into groups", where=CONFIG_NAME,
             expected=f"num_attention_heads {num_heads} divisible by num_key_value_heads", got=num_kv_heads,
+            hint="download config.json again: one of the two is not the model's",
         )
     default_theta = 10000.0 if family is TargetFamily.LLAMA else None
     rope, notices = read_rope(fields, head_dim=head_dim, first=RopeSpelling.NESTED, default_theta=default_theta)
@@ -184,12 +185,14 @@ def _family(checkpoint: Checkpoint) -> TargetFamily:
         raise CheckpointError(
             "TARGET_UNSUPPORTED", "target architecture is not supported", where=where,
             expected=f"one of {supported}", got=architecture or "none named",
+            hint="choose a model of one of these classes; --plan also takes every family of manifests/recipes",
         )
     model_type = checkpoint.config.get("model_type", family.value)
     if model_type != family.value:
         raise CheckpointError(
             "TARGET_CONTRADICTION", f"model_type does not go with {architecture}", where=where,
             expected=family.value, got=short(model_type),
+            hint="download config.json again: one of the two is of another model",
         )
     if checkpoint.config.get("quantization_config") is not None:
         raise CheckpointError(
@@ -218,7 +221,8 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 def _unsupported(key: str, value: Any, lost: str) -> CheckpointError:
     return CheckpointError(
-        "UNSUPPORTED_FIELD", f"target with {key} {short(value)} is not supported: {lost}", where=CONFIG_NAME
+        "UNSUPPORTED_FIELD", f"target with {key} {short(value)} is not supported: {lost}", where=CONFIG_NAME,
+        hint="choose a model without it: the core would not compute what this one does",
     )
 
 
@@ -231,6 +235,7 @@ def _head_dim(fields: Fields, family: TargetFamily, hidden_size: int, num_heads:
         raise CheckpointError(
             "HEADS", "hidden_size does not divide into heads, and head_dim is absent", where=CONFIG_NAME,
             expected=f"hidden_size {hidden_size} divisible by num_attention_heads", got=num_heads,
+            hint="add the head_dim that the model was trained with",
         )
     return hidden_size // num_heads
 

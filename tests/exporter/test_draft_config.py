@@ -56,6 +56,7 @@ def refused(action, code, *words):
         action()
     assert caught.value.code == code
     assert caught.value.exit_code == ExitCode.BAD_INPUT
+    assert caught.value.hint
     for word in words:
         assert word in str(caught.value), str(caught.value)
 
@@ -328,7 +329,11 @@ REFUSALS = [
     pytest.param(
         {**DRAFT, "attention_value_scale": 0.612}, "UNSUPPORTED_FIELD", ["attention_value_scale", "0.612"], id="scale",
     ),
-    pytest.param({**DRAFT, "use_gemma_norm": True}, "UNSUPPORTED_FIELD", ["use_gemma_norm", "true"], id="gemma norm"),
+    pytest.param(
+        {**DRAFT, "use_gemma_norm": True}, "UNSUPPORTED_FIELD",
+        ["use_gemma_norm", "true", "hint: take a draft without"],
+        id="gemma norm",
+    ),
     pytest.param(nest(DRAFT, fc_norm=True), "UNSUPPORTED_FIELD", ["fc_norm", "norm of the tap"], id="fc_norm"),
     pytest.param({**DRAFT, "attention_bias": True}, "UNSUPPORTED_FIELD", ["attention_bias true", "biases"], id="bias"),
     pytest.param({**DRAFT, "is_neox_style": False}, "UNSUPPORTED_FIELD", ["is_neox_style false"], id="interleaved"),
@@ -360,7 +365,10 @@ REFUSALS = [
     pytest.param(
         {**DRAFT, "num_target_layers": 30}, "DRAFT_NUM_LAYERS", ["num_target_layers", "expected 8, got 30"], id="depth",
     ),
-    pytest.param(nest(DRAFT, target_layer_ids=[1, 8]), "DRAFT_TAPS", ["from 0 to 7", "[1, 8]"], id="tap out of range"),
+    pytest.param(
+        nest(DRAFT, target_layer_ids=[1, 8]), "DRAFT_TAPS", ["from 0 to 7", "[1, 8]", "hint: pass the target"],
+        id="tap out of range",
+    ),
     pytest.param(nest(DRAFT, target_layer_ids=[1, 1]), "DRAFT_TAPS", ["distinct", "[1, 1]"], id="tap twice"),
     pytest.param(nest(DRAFT, target_layer_ids=[-1]), "DRAFT_TAPS", ["[-1]"], id="negative tap"),
     pytest.param(nest(DRAFT, target_layer_ids=[]), "FIELD_VALUE", ["target_layer_ids", "a list"], id="no tap"),

@@ -116,10 +116,12 @@ REFUSALS = [
         named("DFlash2BeamDraftModel", DRAFT), DRAFT_SHAPES, "DRAFT_VARIANT", ["DFlash2BeamDraftModel"], id="Beam",
     ),
     pytest.param(
-        LLAMA, LM_SHAPES, "DRAFT_IS_TARGET", ["the target was passed as the draft", "LlamaForCausalLM"], id="target",
+        LLAMA, LM_SHAPES, "DRAFT_IS_TARGET", ["the target was passed as the draft", "hint: pass the target first"],
+        id="target",
     ),
     pytest.param(
-        named("Qwen3ForCausalLM"), LM_SHAPES, "DRAFT_IS_CAUSAL_LM", ["this is a target-style model", "no fc.weight"],
+        named("Qwen3ForCausalLM"), LM_SHAPES, "DRAFT_IS_CAUSAL_LM",
+        ["this is a target-style model", "no fc.weight", "hint: take a draft"],
         id="plain causal LM",
     ),
     pytest.param(
@@ -147,6 +149,7 @@ def test_refuses_other_kinds_by_name(config, shapes, code, words):
 
     assert caught.value.code == code
     assert caught.value.exit_code == ExitCode.BAD_INPUT
+    assert caught.value.hint
     for word in words:
         assert word in str(caught.value), str(caught.value)
 

@@ -193,6 +193,7 @@ def test_list_that_does_not_name_layers_is_refused(kda: Any, message: str) -> No
     assert caught.value.code == "LAYER_TYPES"
     assert message in str(caught.value)
     assert "text_config/linear_attn_config/kda_layers in config.json" in str(caught.value)
+    assert caught.value.hint == "download config.json again, or mend the layer type in the recipe"
 
 
 EVERY = [("each", 1, 1, {1, 2, 3, 4, 5, 6, 7}), ("from-the-first", 0, 2, {0, 2, 4, 6}),

@@ -392,6 +392,7 @@ def test_setting_that_cannot_be_applied_is_refused_by_name(planning: Planning, c
 
     assert caught.value.code == code
     assert caught.value.exit_code == 3
+    assert caught.value.hint
     assert message in str(caught.value)
 
 

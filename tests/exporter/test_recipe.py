@@ -89,6 +89,7 @@ def test_shape_expression_that_cannot_be_evaluated_is_refused(text: str, got: st
 
     assert caught.value.code == "SHAPE_EXPRESSION"
     assert got in str(caught.value)
+    assert caught.value.hint == "mend the expression in the recipe, or the numbers in config.json that it divides"
 
 
 # Reading.
@@ -139,6 +140,7 @@ def test_recipe_that_breaks_a_rule_says_which(tmp_path: Path, text: str, code: s
         load_recipe(written(tmp_path, text))
 
     assert caught.value.code == code
+    assert caught.value.hint
     assert message in str(caught.value)
 
 
@@ -195,6 +197,7 @@ def test_config_that_lacks_a_number_is_refused(
         match_tensors(toy(tmp_path, PROJ), {}, config)
 
     assert caught.value.code == code
+    assert caught.value.hint
     assert message in str(caught.value)
 
 

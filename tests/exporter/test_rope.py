@@ -193,7 +193,8 @@ REFUSALS = [
         {"rope_theta": 1e4, "rope_scaling": {"mrope_section": [16, 24, 24]}}, "ROPE_MULTIMODAL", ["mrope"], id="mrope",
     ),
     pytest.param(
-        {"rope_theta": 1e4, "partial_rotary_factor": 0.008}, "ROPE_DIMS", ["even number up to 128"], id="one dim",
+        {"rope_theta": 1e4, "partial_rotary_factor": 0.008}, "ROPE_DIMS", ["even number up to 128", "hint: download"],
+        id="one dim",
     ),
     pytest.param({"rope_theta": 1e4, "partial_rotary_factor": 1.5}, "ROPE_DIMS", ["192"], id="more than the head"),
     pytest.param(
@@ -222,4 +223,5 @@ def test_refuses_rope_that_it_would_get_wrong(config, code, words):
 
     assert caught.value.code == code
     assert caught.value.exit_code == ExitCode.BAD_INPUT
+    assert caught.value.hint
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -42,6 +42,7 @@ def refused(action, code, *words):
         action()
     assert caught.value.code == code
     assert caught.value.exit_code == ExitCode.BAD_INPUT
+    assert caught.value.hint
     for word in words:
         assert word in str(caught.value), str(caught.value)
 
@@ -165,12 +166,17 @@ REFUSALS = [
     pytest.param({**LLAMA, "speculators_model_type": "eagle3"}, "TARGET_IS_DRAFT", ["speculators"], id="speculators"),
     pytest.param(
         {**LLAMA, "architectures": ["MistralForCausalLM"]}, "TARGET_UNSUPPORTED",
-        ["one of LlamaForCausalLM Qwen3ForCausalLM", "got MistralForCausalLM"], id="unknown architecture",
+        ["one of LlamaForCausalLM Qwen3ForCausalLM", "got MistralForCausalLM", "hint: choose a model of one of these"],
+        id="unknown architecture",
     ),
     pytest.param(without(LLAMA, "architectures"), "TARGET_UNSUPPORTED", ["none named"], id="no architecture"),
-    pytest.param({**LLAMA, "architectures": ["A", "B"]}, "ARCHITECTURES", ["a list of one string"], id="two classes"),
     pytest.param(
-        {**LLAMA, "model_type": "qwen3"}, "TARGET_CONTRADICTION", ["LlamaForCausalLM", "expected llama", "qwen3"],
+        {**LLAMA, "architectures": ["A", "B"]}, "ARCHITECTURES", ["a list of one string", "hint: download"],
+        id="two classes",
+    ),
+    pytest.param(
+        {**LLAMA, "model_type": "qwen3"}, "TARGET_CONTRADICTION",
+        ["LlamaForCausalLM", "expected llama", "one of the two is of another model"],
         id="model_type contradicts",
     ),
     pytest.param(
@@ -178,7 +184,10 @@ REFUSALS = [
         id="quantized",
     ),
     pytest.param({**LLAMA, "attention_bias": True}, "UNSUPPORTED_FIELD", ["attention_bias true"], id="attention_bias"),
-    pytest.param({**LLAMA, "mlp_bias": True}, "UNSUPPORTED_FIELD", ["mlp_bias true"], id="mlp_bias"),
+    pytest.param(
+        {**LLAMA, "mlp_bias": True}, "UNSUPPORTED_FIELD", ["mlp_bias true", "hint: choose a model without it"],
+        id="mlp_bias",
+    ),
     pytest.param({**LLAMA, "hidden_act": "gelu"}, "UNSUPPORTED_FIELD", ['hidden_act "gelu"', "only silu"], id="gelu"),
     pytest.param(
         {**QWEN3, "use_sliding_window": True, "sliding_window": 64}, "UNSUPPORTED_FIELD", ["use_sliding_window true"],
@@ -196,14 +205,26 @@ REFUSALS = [
     ),
     pytest.param(without(QWEN3, "rope_theta"), "FIELD_MISSING", ["rope_theta"], id="qwen3 without theta"),
     pytest.param(without(QWEN3, "num_key_value_heads"), "FIELD_MISSING", ["num_key_value_heads"], id="qwen3 kv heads"),
-    pytest.param(without(LLAMA, "hidden_size"), "FIELD_MISSING", ["config has no hidden_size"], id="no hidden_size"),
-    pytest.param({**LLAMA, "vocab_size": "128"}, "FIELD_VALUE", ["vocab_size", "integer ≥ 1", '"128"'], id="string"),
+    pytest.param(
+        without(LLAMA, "hidden_size"), "FIELD_MISSING", ["config has no hidden_size", "hint: download"],
+        id="no hidden_size",
+    ),
+    pytest.param(
+        {**LLAMA, "vocab_size": "128"}, "FIELD_VALUE", ["vocab_size", "integer ≥ 1", '"128"', "hint: download"],
+        id="string",
+    ),
     pytest.param({**LLAMA, "num_hidden_layers": 0}, "FIELD_VALUE", ["num_hidden_layers", "got 0"], id="no layers"),
     pytest.param({**LLAMA, "num_hidden_layers": True}, "FIELD_VALUE", ["num_hidden_layers", "true"], id="boolean"),
     pytest.param({**LLAMA, "rms_norm_eps": 0}, "FIELD_VALUE", ["rms_norm_eps", "> 0"], id="eps of zero"),
     pytest.param({**LLAMA, "tie_word_embeddings": 1}, "FIELD_VALUE", ["tie_word_embeddings", "true or"], id="one"),
-    pytest.param({**LLAMA, "num_key_value_heads": 3}, "HEADS", ["num_attention_heads 4", "got 3"], id="kv groups"),
-    pytest.param({**LLAMA, "hidden_size": 66}, "HEADS", ["hidden_size 66", "head_dim is absent"], id="heads"),
+    pytest.param(
+        {**LLAMA, "num_key_value_heads": 3}, "HEADS", ["num_attention_heads 4", "got 3", "hint: download"],
+        id="kv groups",
+    ),
+    pytest.param(
+        {**LLAMA, "hidden_size": 66}, "HEADS", ["hidden_size 66", "head_dim is absent", "hint: add the head_dim"],
+        id="heads",
+    ),
     pytest.param({**LLAMA, "eos_token_id": 128}, "FIELD_VALUE", ["eos_token_id", "below vocab_size 128"], id="eos"),
     pytest.param({**LLAMA, "torch_dtype": "float64"}, "FIELD_VALUE", ["torch_dtype", "bfloat16"], id="dtype"),
 ]  # fmt: skip
