@@ -5,8 +5,9 @@
 
 `codec` is quantizing alone, of a matrix in memory: ours on two threads, torchao 0.18 on its own. `stream` is the whole
 way from a checkpoint to a core's weight file: read, convert, measure the errors, hash three ways, write and sync.
-`copy` reads the same checkpoint and writes it as it is, and syncs: the most that `stream` could reach. Every figure is
-the best of the runs, which take turns.
+`copy` reads the same checkpoint and writes it as it is, and syncs: the most that `stream` could reach. Every speed is
+the best of the runs, which take turns; `cores` is the CPU time of that run over its wall time, and `cpu_ns_per_weight`
+the least CPU time of all runs, which a machine with other work to do changes less than the speed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +73,7 @@ def codec(runs: int) -> dict[str, Any]:
     }
     found = {}
     for name, (ours, theirs) in pairs.items():
-        seconds = _best(runs, ours, theirs)
-        ours_gbs, theirs_gbs = (weight.nbytes / 1e9 / took for took in seconds)
+        ours_gbs, theirs_gbs = (weight.nbytes / 1e9 / took.wall_s for took in _measure(runs, ours, theirs))
         found[name] = {"ours_gbs": round(ours_gbs, 3), "torchao_gbs": round(theirs_gbs, 3),
                        "ratio": round(ours_gbs / theirs_gbs, 1)}
     return found
@@ -100,11 +101,14 @@ def stream(folder: Path, layers: int, runs: int) -> dict[str, Any]:
             os.fsync(out.fileno())
         (folder / "copy").unlink()
 
-    seconds = _best(runs, copy, lambda: convert(Format.MXFP8), lambda: convert(Format.NVFP4))
-    speeds = [total / 1e9 / took for took in seconds]
-    return {"input_gb": round(total / 1e9, 3), "copy_gbs": round(speeds[0], 3), "mxfp8_gbs": round(speeds[1], 3),
-            "nvfp4_gbs": round(speeds[2], 3), "mxfp8_of_copy": round(speeds[1] / speeds[0], 2),
-            "nvfp4_of_copy": round(speeds[2] / speeds[0], 2)}
+    found = _measure(runs, copy, lambda: convert(Format.MXFP8), lambda: convert(Format.NVFP4))
+    document: dict[str, Any] = {"input_gb": round(total / 1e9, 3)}
+    for name, took in zip(("copy", "mxfp8", "nvfp4"), found, strict=True):
+        document[name] = {
+            "gbs": round(total / 1e9 / took.wall_s, 3), "of_copy": round(found[0].wall_s / took.wall_s, 2),
+            "cores": round(took.cores, 2), "cpu_ns_per_weight": round(took.least_cpu_s / (total / 2) * 1e9, 2),
+        }
+    return document
 
 
 def _nvfp4_of(weight: torch.Tensor) -> Callable[[torch.Tensor], object]:
@@ -120,15 +124,25 @@ def _on_threads(weight: torch.Tensor, work: Callable[[torch.Tensor], Any]) -> li
         return list(pool.map(work, [weight[part] for part in row_chunks(*weight.shape)]))
 
 
-def _best(runs: int, *works: Callable[[], object]) -> list[float]:
-    """The shortest time of each, in seconds; they take turns, so that a slow moment of the machine meets all."""
-    best = [float("inf")] * len(works)
+@dataclass(slots=True)
+class _Took:
+    wall_s: float = float("inf")
+    cores: float = 0.0
+    least_cpu_s: float = float("inf")
+
+
+def _measure(runs: int, *works: Callable[[], object]) -> list[_Took]:
+    """The best run of each; they take turns, so that a slow moment of the machine meets all."""
+    found = [_Took() for _ in works]
     for _ in range(runs):
-        for index, work in enumerate(works):
-            started = time.perf_counter()
+        for took, work in zip(found, works, strict=True):
+            started, cpu = time.perf_counter(), time.process_time()
             work()
-            best[index] = min(best[index], time.perf_counter() - started)
-    return best
+            wall_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+            took.least_cpu_s = min(took.least_cpu_s, cpu_s)
+            if wall_s < took.wall_s:
+                took.wall_s, took.cores = wall_s, cpu_s / wall_s
+    return found
 
 
 if __name__ == "__main__":
