@@ -138,7 +138,8 @@ class PlanRow:
     Attributes:
         part: `target`, `draft` or `proposal head`.
         group: what the tensors are: `attention`, `body`, `selector`.
-        num_tensors: how many.
+        num_tensors: how many; a setting converts `num_converted` of them, and covers `num_skipped` that keep checkpoint
+            precision all the same.
         nbytes_before, nbytes_after: in the checkpoints; in the core. A copy has no bytes before.
         bits_per_weight: stored bits, scales included; 0 when nothing is stored.
         formats: words, largest share first.
@@ -154,6 +155,8 @@ class PlanRow:
     formats: tuple[str, ...]
     effective: str
     origin: Origin
+    num_converted: int
+    num_skipped: int
 
 
 def plan_precision(
@@ -407,7 +410,8 @@ def _row(plan: PrecisionPlan, part: str, group: str, tensors: Sequence[PlannedTe
     return PlanRow(
         part, group, len(tensors), sum(tensor.nbytes_before for tensor in tensors), nbytes_after,
         nbytes_after * 8 / weights if weights else 0.0, tuple(sorted(shares, key=lambda word: -shares[word])),
-        effective, origin,
+        effective, origin, sum(tensor.origin is not Origin.CHECKPOINT for tensor in tensors),
+        sum(tensor.skipped for tensor in tensors),
     )
 
 

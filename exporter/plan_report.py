@@ -71,16 +71,16 @@ def print_plan(found: PlanReport, *, verbose: bool = False) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(_weights_table(found.rows))
+    console.print(_weights_table(found.rows), "")
     effective = _table("precision", "role", "effective", "origin")
     for entry in found.plan.effective:
         effective.add_row(entry.role.value, _word(entry.value), entry.origin.value)
-    console.print(effective)
+    console.print(effective, "")
     if found.graphs:
         graphs = _table("graphs", "graph", "role", "nodes", "bytes", right=(2, 3))
         for graph in found.graphs:
             graphs.add_row(graph.name, graph.role, str(graph.num_nodes), human_bytes(graph.nbytes))
-        console.print(graphs)
+        console.print(graphs, "")
     for line in _skipped_lines(found.plan):
         console.print(line, soft_wrap=True)
     if verbose:
@@ -106,10 +106,19 @@ def _weights_table(rows: Sequence[PlanRow]) -> Table:
             part = row.part
             table.add_row(part)
         before = human_bytes(row.nbytes_before) if row.nbytes_before else "copy"
-        effective = row.effective if row.effective == row.origin.value else f"{row.effective}, {row.origin.value}"
         table.add_row(f"  {row.group}", str(row.num_tensors), before, human_bytes(row.nbytes_after),
-                      f"{row.bits_per_weight:.2f}", "+".join(row.formats) or "not stored", effective)
+                      f"{row.bits_per_weight:.2f}", "+".join(row.formats) or "not stored", _applies(row))
+    before, after = sum(row.nbytes_before for row in rows), sum(row.nbytes_after for row in rows)
+    table.add_row("total", str(sum(row.num_tensors for row in rows)), human_bytes(before), human_bytes(after))
     return table
+
+
+def _applies(row: PlanRow) -> str:
+    """The value that applies to a group and where that came from; or that the group is kept all the same."""
+    if row.num_skipped and not row.num_converted:
+        return "kept, see below"
+    effective = row.effective if row.effective == row.origin.value else f"{row.effective}, {row.origin.value}"
+    return f"{effective}; {row.num_skipped} kept" if row.num_skipped else effective
 
 
 def _skipped_lines(plan: PrecisionPlan) -> Iterator[str]:

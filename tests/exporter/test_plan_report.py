@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from exporter.cli import export_app
+from exporter.target_config import read_target_config, target_tensor_shapes
+from runtime.console import human_bytes
 from runtime.keys import generate_key
+from tests.exporter.small_checkpoints import LLAMA, checkpoint_of
 from tests.exporter.test_family_recipes import kimi_model
 from tests.tiny_pair import write_pair
 
@@ -49,6 +53,43 @@ def test_plan_lists_groups_under_their_part_with_effective_value_and_origin(pair
     body = next(line for line in lines(shown) if line.startswith("body "))
     assert body.endswith("mxfp8 mxfp8, flag")
     assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "\n\nprecision" in re.sub(" +\n", "\n", shown.stdout), "a blank line between two tables"
+
+
+def test_plan_sums_up_all_groups(pair: tuple[Path, Path]) -> None:
+    arguments = (pair[0], "--draft", pair[1], "--plan", "--draft-body-quantization", "mxfp8")
+    shown, groups = run(*arguments), json.loads(run(*arguments, "--json").stdout)["groups"]
+
+    keys = ("num_tensors", "nbytes_before", "nbytes_after")
+    count, before, after = (sum(group[key] for group in groups) for key in keys)
+    assert f"total {count} {human_bytes(before)} {human_bytes(after)}" in lines(shown)
+
+
+def test_group_that_a_scope_covers_and_leaves_is_not_shown_as_converted(kimi: Path) -> None:
+    shown = run(kimi, "--plan", "--online-mxfp8-scope", "all")
+    groups = json.loads(run(kimi, "--plan", "--online-mxfp8-scope", "all", "--json").stdout)["groups"]
+
+    router, shared = (next(line for line in lines(shown) if line.startswith(name)) for name in ("router ", "shared "))
+    assert router.endswith(" f32 kept, see below") and shared.endswith(" mxfp8 mxfp8:all, flag")
+    found = {group["group"]: (group["num_tensors"], group["num_converted"], group["num_skipped"]) for group in groups}
+    assert (found["router"], found["shared"], found["normalization"]) == ((8, 0, 4), (12, 12, 0), (16, 0, 0))
+
+
+def test_group_of_which_a_scope_leaves_a_part_says_how_many(tmp_path: Path) -> None:
+    config = {**LLAMA, "intermediate_size": 80}  # the rows of down_proj are no multiple of 32
+    shapes = target_tensor_shapes(read_target_config(checkpoint_of(config)))
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()},
+              tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    shown = run(tmp_path, "--plan", "--online-mxfp8-scope", "all")
+
+    layers = config["num_hidden_layers"]
+    mlp = next(line for line in lines(shown) if line.startswith("mlp "))
+    assert mlp.endswith(f"mxfp8:all, flag; {layers} kept")
+    assert (f"kept: {layers} x model.layers.*.mlp.down_proj.weight [64, 80]: last dimension 80 is not divisible by 32"
+            in lines(shown))
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines() if not line.startswith("kept: "))
 
 
 def test_plan_of_a_family_without_forward_pass_says_so(kimi: Path) -> None:
