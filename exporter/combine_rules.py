@@ -18,6 +18,7 @@ from enum import Enum
 from dflash_core.effective import (
     CHECKPOINT,
     NO_CONVERSION,
+    ONLINE_MXFP8,
     Effective,
     Role,
     effective_precision,
@@ -150,7 +151,11 @@ def _first_file(left: ModelIdentity, right: ModelIdentity) -> str:
 
 def _format_rules(inputs: Sequence[Input]) -> Iterable[Rule]:
     def online(left: Side, right: Side) -> str:
-        return f"export both with the same online quantization; {right.core} with {left.effective}"
+        if left.effective == "none":
+            return f"export {right.core} without --online-mxfp8-scope"
+        if left.effective == ONLINE_MXFP8:
+            return f"export {right.core} with --online-mxfp8-scope, as {left.core} was"
+        return f"export both with one release of dflash: {left.core} has {left.effective}, which this one does not make"
 
     def scope(left: Side, right: Side) -> str:
         if left.effective == str(NO_CONVERSION.value):

@@ -86,7 +86,7 @@ def print_plan(found: PlanReport, *, verbose: bool = False) -> None:
     if verbose:
         for part, tensor in _parts(found.plan):
             console.print(_tensor_line(part, tensor), soft_wrap=True)
-    rest = [f"weights {human_bytes(found.weight_nbytes)}"]
+    rest = [f"weights {human_bytes(found.weight_nbytes)}{', rope tables included' if found.graphs else ''}"]
     if found.kv_bytes_per_token is not None:
         rest += [f"K/V {human_bytes(found.kv_bytes_per_token)} per token", f"context {found.max_context} tokens"]
     console.print("   ".join(rest))

@@ -94,6 +94,21 @@ def test_refuses_manifests_that_disagree(
     assert bench.left_over == ["a", "b"]
 
 
+@pytest.mark.parametrize(("left", "right", "hint"), [
+    pytest.param(None, "mxfp8", "export b without --online-mxfp8-scope", id="only-the-second"),
+    pytest.param("mxfp8", None, "export b with --online-mxfp8-scope, as a was", id="only-the-first"),
+    pytest.param("mxfp5", "mxfp8",
+                 "export both with one release of dflash: a has mxfp5, which this one does not make", id="unknown"),
+])
+def test_a_refusal_of_online_quantization_names_the_option(
+    bench: Bench, left: str | None, right: str | None, hint: str
+) -> None:
+    for name, online in (("a", left), ("b", right)):
+        bench.toy(name, _nothing if online is None else _manifest("online_quantization", online))
+
+    assert refusal(bench, "a", "b").hint.replace(f"{bench.folder}/", "") == hint
+
+
 def test_a_refusal_names_the_checkpoint_file_that_differs(bench: Bench) -> None:
     bench.toy("a", _shard(b"\1"))
     bench.toy("b", _shard(b"\2"))

@@ -9,11 +9,12 @@ import json
 import math
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from dflash_core.errors import ConvertError, DflashError
+from dflash_core.errors import CheckpointError, ConvertError, DflashError
 from dflash_core.formats import Format
 from safetensors.torch import save_file
 from torch import Tensor
@@ -371,6 +372,41 @@ def test_refusal_of_the_system_names_the_path(
     assert (caught.value.code, caught.value.exit_code) == (code, 6)
     assert caught.value.where.endswith("core/weights/target.partial")
     assert list((tmp_path / "core" / "weights").iterdir()) == []
+
+
+def remove(shard: Path) -> None:
+    shard.unlink()
+
+
+def cut_off(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def touch(shard: Path) -> None:
+    os.utime(shard, ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("happens", "code"), [(remove, "FILE_VANISHED"), (cut_off, "SHARD_CHANGED"), (touch, "SHARD_CHANGED")],
+    ids=["vanishes", "loses-its-end", "is-touched"],
+)
+def test_shard_that_changes_under_a_conversion_is_a_checkpoint_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], None], code: str
+) -> None:
+    monkeypatch.setattr(reader, "READ_NBYTES", 128)  # a row at a time: most are not read yet
+    checkpoint = checkpoint_of(tmp_path / "m", TENSORS)
+    written: list[int] = []
+
+    def on_bytes(nbytes: int) -> None:
+        if not written:
+            happens(tmp_path / "m" / "model.safetensors")
+        written.append(nbytes)
+
+    with pytest.raises(CheckpointError) as caught:
+        convert_weights(LAYOUT, {"target": checkpoint}, tmp_path / "core", on_bytes)
+
+    assert (caught.value.code, caught.value.exit_code) == (code, 3)
+    assert [path.name for path in (tmp_path / "core").rglob("*")] == ["weights"]
 
 
 def test_file_in_the_place_of_the_folder_is_a_resource_error(tmp_path: Path) -> None:
