@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from dflash_core.formats import Format
+from numpy.typing import NDArray
 from torch import Tensor
 
 from exporter.convert.errors import ErrorStats
@@ -44,17 +46,17 @@ def quantize_mxfp8(weight: Tensor, stats: ErrorStats | None = None) -> Quantized
     block_scale = torch.empty(rows, cols // BLOCK, dtype=torch.uint8)
     amax = block_amax(weight, BLOCK)
     for part in row_chunks(rows, cols):
-        exponent = _scale_exponent(amax[part])
-        block_scale[part] = exponent
-        exponent = exponent.view(-1, 1)
-        exact, scaled = (SCRATCH.take(slot, (exponent.numel(), BLOCK), torch.float32) for slot in (0, 1))
+        exponent = _scale_exponent(amax[part].numpy())
+        block_scale[part] = torch.from_numpy(exponent)
+        exponent = exponent.reshape(-1, 1)
+        exact, scaled = (SCRATCH.take(slot, (exponent.size, BLOCK), torch.float32) for slot in (0, 1))
         exact.view(-1, cols).copy_(weight[part])
-        torch.mul(exact, ((254 - exponent) << _EXPONENT_SHIFT).view(torch.float32), out=scaled)
+        torch.mul(exact, _power_of_two(254 - exponent), out=scaled)
         codes[part].view(torch.float8_e4m3fn).copy_(scaled.view(-1, cols))
         if stats is not None:
             values = values_of_e4m3(codes[part].view(exact.shape), out=scaled)
             zero_blocks = _num_zero_blocks(values, exponent)
-            twice_scale = ((exponent + 1) << _EXPONENT_SHIFT).view(torch.float32)  # the least scale is no normal number
+            twice_scale = _power_of_two(exponent + 1)  # the least scale itself is no normal number
             stats.add(exact, values, twice_scale, 2.0**7, zero_blocks=zero_blocks)
     return QuantizedTensor(Format.MXFP8, codes, block_scale, None)
 
@@ -71,13 +73,18 @@ def dequantize_mxfp8(quantized: QuantizedTensor) -> Tensor:
     return (values * scale.unsqueeze(-1)).view(rows, cols)
 
 
-def _scale_exponent(amax: Tensor) -> Tensor:
-    """The E8M0 byte (exponent + 127, int32) of the smallest power of two with amax / scale <= 448."""
-    exponent = (amax.view(torch.int32) + _ROUND_UP_ABOVE_1_75) >> _EXPONENT_SHIFT
-    return (exponent - _MAX_EXPONENT).clamp_(min=0)
+def _scale_exponent(amax: NDArray[np.float32]) -> NDArray[np.int32]:
+    """The E8M0 byte (exponent + 127) of the smallest power of two with amax / scale <= 448."""
+    exponent = (amax.view(np.int32) + _ROUND_UP_ABOVE_1_75) >> _EXPONENT_SHIFT
+    return np.maximum(exponent - _MAX_EXPONENT, 0)
 
 
-def _num_zero_blocks(values: Tensor, exponent: Tensor) -> int:
+def _power_of_two(exponent: NDArray[np.int32]) -> Tensor:
+    """f32, 2**(exponent - 127), for exponents of normal numbers."""
+    return torch.from_numpy((exponent << _EXPONENT_SHIFT).view(np.float32))
+
+
+def _num_zero_blocks(values: Tensor, exponent: NDArray[np.int32]) -> int:
     """Only a block with the least scale can be all zeros: a larger scale has a code that is not."""
-    least = exponent.flatten() == 0
-    return int((values[least] == 0).all(-1).sum()) if least.any() else 0
+    least = np.flatnonzero(exponent == 0)
+    return int((values.numpy()[least] == 0).all(-1).sum())

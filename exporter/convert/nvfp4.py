@@ -13,7 +13,15 @@ from dflash_core.formats import Format
 from torch import Tensor
 
 from exporter.convert.errors import ErrorStats
-from exporter.convert.quantized import SCRATCH, QuantizedTensor, block_amax, check_matrix, row_chunks, values_of_e4m3
+from exporter.convert.quantized import (
+    SCRATCH,
+    QuantizedTensor,
+    block_amax,
+    check_matrix,
+    magnitudes,
+    row_chunks,
+    values_of_e4m3,
+)
 
 BLOCK = 16
 
@@ -109,7 +117,7 @@ def _encode_e2m1(weight: Tensor, scale: Tensor, out: Tensor, stats: ErrorStats |
     blocks = (scale.numel(), BLOCK)
     magnitude, scaled, line = (SCRATCH.take(slot, blocks, torch.float32) for slot in (0, 1, 2))
     code, another = (SCRATCH.take(slot, blocks, torch.uint8) for slot in (3, 4))
-    magnitude.view(weight.shape).copy_(torch.abs(weight, out=SCRATCH.take(2, weight.shape, weight.dtype)))
+    magnitude.view(weight.shape).copy_(magnitudes(weight, 2).view(weight.dtype))
     zero_blocks = scale.numel() - int(np.count_nonzero(scale.numpy()))
     torch.div(magnitude, scale.masked_fill(scale == 0, torch.inf) if zero_blocks else scale, out=scaled)
     saturated = 0 if stats is None else _num_above(scaled, _E2M1_MAX)

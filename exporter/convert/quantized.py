@@ -117,16 +117,18 @@ def block_amax(weight: Tensor, block: int) -> Tensor:
     amax = torch.empty(rows, cols // block, dtype=torch.float32)
     for part in row_chunks(rows, cols):
         piece = weight[part].float() if weight.dtype == torch.float16 else weight[part].contiguous()
-        is_bf16 = piece.dtype == torch.bfloat16
-        integer, magnitude = (torch.int16, 0x7FFF) if is_bf16 else (torch.int32, 0x7FFFFFFF)
-        bits = SCRATCH.take(0, piece.shape, integer)
-        torch.bitwise_and(piece.view(integer), magnitude, out=bits)
-        largest = _largest_of_each(bits.numpy().reshape(-1), block)
-        values = (largest.astype(np.int32) << 16 if is_bf16 else largest).view(np.float32)
+        largest = _largest_of_each(magnitudes(piece, 0).numpy().reshape(-1), block)
+        values = (largest.astype(np.int32) << 16 if piece.dtype == torch.bfloat16 else largest).view(np.float32)
         if not np.isfinite(values.max(initial=0)):
             raise _non_finite(weight)
         amax[part] = torch.from_numpy(values).view(-1, cols // block)
     return amax
+
+
+def magnitudes(weight: Tensor, slot: int) -> Tensor:
+    """The bits of a contiguous weight without their signs, in a slot of the scratch memory: i16, or i32 for f32."""
+    integer, unsigned = (torch.int32, 0x7FFFFFFF) if weight.dtype == torch.float32 else (torch.int16, 0x7FFF)
+    return torch.bitwise_and(weight.view(integer), unsigned, out=SCRATCH.take(slot, weight.shape, integer))
 
 
 def values_of_e4m3(codes: Tensor, out: Tensor) -> Tensor:
