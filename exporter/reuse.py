@@ -20,7 +20,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from dflash_core.effective import NO_CONVERSION, Role, effective_precision, effective_scope, same_draft_body
+from dflash_core.effective import (
+    CHECKPOINT,
+    NO_CONVERSION,
+    Role,
+    effective_draft_body,
+    effective_precision,
+    effective_scope,
+    same_draft_body,
+)
 from dflash_core.errors import CompatibilityError
 from dflash_core.v1.manifest_pb2 import RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
@@ -130,12 +138,17 @@ def check_formats(cached: RebuildManifest, wanted: CoreIdentity, where: str) -> 
                               online_mxfp8_scope=wanted.online_mxfp8_scope, speculation=wanted.speculation)
     formats = [(m.online_quantization or "none", effective_scope(m)) for m in (cached, request)]
     if formats[0] != formats[1]:
-        raise _refused("REUSE_TARGET_FORMAT", "the core's target is converted in another way", where,
-                       cached, request, Role.TARGET, "leave --reuse-weights out, or export with the core's "
-                       "--online-mxfp8-scope" + (" (none)" if formats[0][1] is NO_CONVERSION else ""))
+        scope = formats[0][1]
+        change = "leave --reuse-weights or --online-mxfp8-scope out" if scope is NO_CONVERSION else \
+            f"leave --reuse-weights out, or export with --online-mxfp8-scope {scope}"
+        raise _refused("REUSE_TARGET_FORMAT", "the core's target is converted in another way", where, cached, request,
+                       Role.TARGET, f"{change}, as the core was exported")
     if not same_draft_body(cached, request):
+        body = effective_draft_body(cached)
+        change = "leave --reuse-weights or --draft-body-quantization out" if body == CHECKPOINT else \
+            f"leave --reuse-weights out, or export with --draft-body-quantization {body}"
         raise _refused("REUSE_DRAFT_BODY", "the core's draft body is converted in another way", where, cached, request,
-                       Role.DRAFT_BODY, "leave --reuse-weights out, or export with the core's draft body")
+                       Role.DRAFT_BODY, f"{change}, as the core was exported")
 
 
 def match_weights(layout: WeightLayout, sources: Sources, cached: RebuildManifest) -> Matched:

@@ -193,6 +193,25 @@ def test_another_context_misses_its_position_table_alone(cache: Cache, tmp_path:
     assert report.misses == (Miss("target.rope_table", "shape", "128, 2, 8", "64, 2, 8"),)
 
 
+@pytest.mark.parametrize(("cached", "wanted", "hint"), [
+    pytest.param(PLAIN, ALL, "leave --reuse-weights or --online-mxfp8-scope out, as the core was exported",
+                 id="target-plain"),
+    pytest.param(ALL, PLAIN, "leave --reuse-weights out, or export with --online-mxfp8-scope all, as the core was "
+                 "exported", id="target-converted"),
+    pytest.param(PLAIN, BODY, "leave --reuse-weights or --draft-body-quantization out, as the core was exported",
+                 id="body-plain"),
+    pytest.param(BODY, PLAIN, "leave --reuse-weights out, or export with --draft-body-quantization mxfp8, as the core "
+                 "was exported", id="body-converted"),
+])
+def test_a_refused_core_says_with_which_option_it_would_be_taken(
+    cache: Cache, tmp_path: Path, cached: PrecisionSettings, wanted: PrecisionSettings, hint: str
+) -> None:
+    with pytest.raises(CompatibilityError) as caught:
+        cache.reuse(cache.core(cached), cache.request(tmp_path / "out", wanted))
+
+    assert caught.value.hint == hint
+
+
 @pytest.mark.parametrize(("cached", "wanted", "code", "expected", "got"), [
     pytest.param(PLAIN, BODY, "REUSE_DRAFT_BODY", "mxfp8 (recorded mxfp8; flag)", "checkpoint (recorded -; checkpoint)",
                  id="body-wanted"),
