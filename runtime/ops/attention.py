@@ -23,52 +23,55 @@ SHAPE = (Scalar("groups", U32), Scalar("block_rows", U32), Scalar("heads", U32),
          Scalar("head_dim", U32), Scalar("scale", F32), Scalar("act", U32), *PAGE_SCALARS)
 
 
-def _wide(x: Array) -> F32Array:
+def wide(x: Array) -> F32Array:
     return x if x.dtype == np.float32 else bf16_to_f32(x)
 
 
-class _QueryTile:
-    """Up to TILE_ROWS query rows as [kv_heads, heads_per_kv * TILE_ROWS, head_dim]: fp32, scaled, zero-padded."""
+class QueryTile:
+    """Up to TILE_ROWS query rows as [kv_heads, heads_per_kv, head_dim, TILE_ROWS]: fp32, scaled, zero-padded.
 
-    def __init__(self, a: Args) -> None:
-        self.kv_heads, self.head_dim = a.int("kv_heads"), a.int("head_dim")
-        self.repeat = a.int("heads") // self.kv_heads
-        self.scale = np.float32(a.real("scale"))
-        self.rows = np.zeros((self.kv_heads, self.repeat, TILE_ROWS, self.head_dim), np.float32)
-        self.matrix = self.rows.reshape(self.kv_heads, self.repeat * TILE_ROWS, self.head_dim)
+    Queries are the columns of every product: a BLAS gives a column of TILE_ROWS equal bits wherever it stands, and a
+    row of a taller matrix not on every processor.
+    """
 
-    def load(self, q: Array, live: Array) -> F32Array:
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, scale: float) -> None:
+        self.shape = (kv_heads, heads // kv_heads, head_dim)
+        self.scale = np.float32(scale)
+        self.columns = np.zeros((*self.shape, TILE_ROWS), np.float32)
+
+    @classmethod
+    def of(cls, a: Args) -> QueryTile:
+        return cls(a.int("heads"), a.int("kv_heads"), a.int("head_dim"), a.real("scale"))
+
+    def load(self, q: Array, live: Array) -> None:
         """Take `q`, [rows, heads, head_dim]; rows that are not `live`, bool [rows], become zeros."""
         count = len(q)
-        heads = to_f32(q).reshape(count, self.kv_heads, self.repeat, self.head_dim).transpose(1, 2, 0, 3)
-        np.multiply(heads, self.scale, out=self.rows[:, :, :count])
-        self.rows[:, :, :count][:, :, ~live] = 0
-        self.rows[:, :, count:] = 0
-        return self.matrix
+        np.multiply(to_f32(q).reshape(count, *self.shape).transpose(1, 2, 3, 0), self.scale,
+                    out=self.columns[..., :count])
+        self.columns[..., :count][..., ~live] = 0
+        self.columns[..., count:] = 0
 
     def attend(self, keys: F32Array, values: F32Array, visible: Array, count: int) -> F32Array:
         """Softmax-weighted values for the loaded rows.
 
         Args:
-            keys, values: [pages, kv_heads, page_tokens, head_dim].
+            keys, values: [pages, kv_heads, page_tokens, head_dim]; values may be narrower.
             visible: bool [pages, TILE_ROWS, page_tokens]; a row that sees nothing gives zeros.
             count: rows loaded.
         Returns:
-            [count, heads, head_dim].
+            [count, heads, width of the values].
         """
-        scores = np.matmul(self.matrix, keys.transpose(0, 1, 3, 2))
-        pages, tokens = len(keys), keys.shape[2]
-        by_row = scores.reshape(pages, self.kv_heads, self.repeat, TILE_ROWS, tokens)
-        np.copyto(by_row, -np.inf, where=~visible[:, None, None])
+        scores = np.matmul(keys[:, :, None], self.columns)
+        np.copyto(scores, -np.inf, where=~visible.transpose(0, 2, 1)[:, None, None])
         top = scores.max(axis=(0, 3), keepdims=True)
         top[np.isneginf(top)] = 0
         np.subtract(scores, top, out=scores)
         np.exp(scores, out=scores)
         total = np.add.reduce(np.add.reduce(scores, axis=3), axis=0)
-        mixed = np.add.reduce(np.matmul(scores, values), axis=0)
+        mixed = np.add.reduce(np.matmul(values.transpose(0, 1, 3, 2)[:, :, None], scores), axis=0)
         mixed /= np.where(total > 0, total, np.float32(1))[:, :, None]
-        rows: F32Array = mixed.reshape(self.kv_heads * self.repeat, TILE_ROWS, self.head_dim)
-        result: F32Array = rows[:, :count].transpose(1, 0, 2)
+        kv_heads, repeat, width, _ = mixed.shape
+        result: F32Array = mixed.transpose(3, 0, 1, 2)[:count].reshape(count, kv_heads * repeat, width)
         return result
 
 
@@ -89,7 +92,7 @@ def attention(a: Args) -> Step:
     q = a.array("q").reshape(-1, heads, head_dim)
     out = a.array("out").reshape(-1, heads, head_dim)
     positions, slots, tables = a.array("positions"), a.array("slots"), a.array("page_table")
-    cache, tile = PagedKV.of(a, "kv"), _QueryTile(a)
+    cache, tile = PagedKV.of(a, "kv"), QueryTile.of(a)
     offset = np.arange(cache.page_tokens)
     padded = np.full(TILE_ROWS, -1, np.int64)
 
@@ -106,7 +109,7 @@ def attention(a: Args) -> Step:
                 pages = tables[slot, :top // cache.page_tokens + 1]
                 key_positions = np.arange(len(pages))[:, None] * cache.page_tokens + offset
                 visible = key_positions[:, None, :] <= padded[None, :, None]
-                keys, values = _wide(cache.keys[pages]), _wide(cache.values[pages])
+                keys, values = wide(cache.keys[pages]), wide(cache.values[pages])
                 _blank(keys[-1:], values[-1:], key_positions[-1:] > top)
                 tile.load(q[first:last], padded[:count] >= 0)
                 out[first:last] = tile.attend(keys, values, visible, count)
@@ -133,7 +136,7 @@ def block_attention(a: Args) -> Step:
     v = a.array("qkv").reshape(len(q), heads + 2 * kv_heads, head_dim)[:, heads + kv_heads:]
     out = a.array("out").reshape(-1, heads, head_dim)
     positions, slots, tables = a.array("positions"), a.array("slots"), a.array("page_table")
-    cache, tile = PagedKV.of(a, "kv"), _QueryTile(a)
+    cache, tile = PagedKV.of(a, "kv"), QueryTile.of(a)
     page = cache.page_tokens
     block_pages = -(-block_rows // page)
     offset = np.arange(page)
@@ -149,7 +152,7 @@ def block_attention(a: Args) -> Step:
             count = len(pages)
             keys = np.zeros((count + block_pages, kv_heads, page, head_dim), np.float32)
             values = np.zeros_like(keys)
-            keys[:count], values[:count] = _wide(cache.keys[pages]), _wide(cache.values[pages])
+            keys[:count], values[:count] = wide(cache.keys[pages]), wide(cache.values[pages])
             key_positions = np.arange(count)[:, None] * page + offset
             key_positions[key_positions >= start] = -1
             block = np.full(block_pages * page, -1)
