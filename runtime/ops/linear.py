@@ -10,14 +10,14 @@ weights stays in the cache while it meets every tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 
 from runtime.ops.decode import F32Array, decode_mxfp8, decode_nvfp4, decode_plain
 from runtime.ops.parallel import crew, ranges
-from runtime.ops.registry import ACT, U32, Args, DType, DTypeOf, Scalar, Step, op, reads, writes
+from runtime.ops.registry import ACT, U32, Args, Array, DType, DTypeOf, Scalar, Step, op, reads, writes
 
 # OpenBLAS computes a product of at most this many multiply-adds on the calling thread, without repacking.
 DIRECT_GEMM_SIZE = 1 << 18
@@ -64,33 +64,60 @@ def linear_nvfp4(a: Args) -> Step:
 
 def _bind(a: Args, weight: F32Array, factor: np.float32 | None) -> Step:
     x, out = a.array("x"), a.array("out")
-    rows, tile = a.int("rows"), a.int("tile_rows")
-    out_features, in_features = weight.shape
-    tiles = -(-rows // tile)
-    padded = np.zeros((tiles * tile, in_features), np.float32)
-    columns = np.empty((tiles, in_features, tile), np.float32)
-    by_tile = padded.reshape(tiles, tile, in_features).transpose(0, 2, 1)
-    block = _block_rows(out_features, in_features, tile)
-    whole = out_features // block * block
-    pieces = [_Piece(weight[:whole], block, columns, tiles, tile)]
-    if whole < out_features:
-        pieces.append(_Piece(weight[whole:], out_features - whole, columns, tiles, tile))
-    parts = [p for piece in pieces for p in piece.parts(weight.size >= SPLIT_ELEMENTS)]
+    product = RowProduct(weight, a.int("rows"), a.int("tile_rows"))
 
     def run() -> None:
-        padded[:rows] = x
-        columns[...] = by_tile
-        if len(parts) > 1:
-            crew().run(parts)
-        else:
-            parts[0]()
-        first = 0
-        for piece in pieces:
-            y = piece.rows()[:rows]
+        product.load(x)
+        for first, y in product.columns():
             out[:, first:first + y.shape[1]] = y if factor is None else y * factor
-            first += y.shape[1]
 
     return run
+
+
+class RowProduct:
+    """x @ weight.T for up to `rows` rows of x, at the fixed shapes that this module promises.
+
+        product = RowProduct(weight, rows=3, tile_rows=8)
+        y = product(x)                                       # [3, out_features]
+    """
+
+    def __init__(self, weight: F32Array, rows: int, tile_rows: int) -> None:
+        out_features, in_features = weight.shape
+        tiles = -(-rows // tile_rows)
+        self._rows, self._out_features = rows, out_features
+        self._padded = np.zeros((tiles * tile_rows, in_features), np.float32)
+        self._columns = np.empty((tiles, in_features, tile_rows), np.float32)
+        self._by_tile = self._padded.reshape(tiles, tile_rows, in_features).transpose(0, 2, 1)
+        block = _block_rows(out_features, in_features, tile_rows)
+        whole = out_features // block * block
+        self._pieces = [_Piece(weight[:whole], block, self._columns, tiles, tile_rows)]
+        if whole < out_features:
+            self._pieces.append(_Piece(weight[whole:], out_features - whole, self._columns, tiles, tile_rows))
+        self._parts = [p for piece in self._pieces for p in piece.parts(weight.size >= SPLIT_ELEMENTS)]
+
+    def load(self, x: Array) -> None:
+        """Take `x`, [rows, in_features], and compute."""
+        self._padded[:self._rows] = x
+        self._columns[...] = self._by_tile
+        if len(self._parts) > 1:
+            crew().run(self._parts)
+        else:
+            self._parts[0]()
+
+    def columns(self) -> Iterator[tuple[int, F32Array]]:
+        """The product in parts: the first column of each, and [rows, some columns]."""
+        first = 0
+        for piece in self._pieces:
+            y = piece.rows()[:self._rows]
+            yield first, y
+            first += y.shape[1]
+
+    def __call__(self, x: Array) -> F32Array:
+        self.load(x)
+        out = np.empty((self._rows, self._out_features), np.float32)
+        for first, y in self.columns():
+            out[:, first:first + y.shape[1]] = y
+        return out
 
 
 class _Piece:

@@ -51,3 +51,20 @@ class PagedKV:
         offset = where % self.page_tokens
         self.keys[pages, :, offset] = keys[live]
         self.values[pages, :, offset] = values[live]
+
+
+def latent_pages(a: Args, operand: str, width: int) -> Array:
+    """One layer's latent rows in an arena, as an array [pages, page_tokens, width] in the activation type.
+
+    A page of such an arena holds, per layer, one row per position and no separate V.
+
+    Raises:
+        FormatError: KV_RANGE; the last page ends beyond the arena.
+    """
+    raw, dtype = a.array(operand), a.dtype("act").numpy
+    pages, tokens, stride = a.int("kv_pages"), a.int("page_tokens"), a.int("page_bytes")
+    layer = tokens * width * dtype.itemsize
+    if pages < 1 or layer > stride or (pages - 1) * stride + layer > raw.nbytes:
+        raise FormatError("KV_RANGE", "a layer's latent pages reach beyond the arena", where=a.op_name,
+                          expected=f"at most {raw.nbytes} bytes", got=(pages - 1) * stride + layer)
+    return np.ndarray((pages, tokens, width), dtype, raw.data, 0, (stride, width * dtype.itemsize, dtype.itemsize))
