@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 from dflash_core.errors import CheckpointError
 
@@ -19,13 +19,25 @@ from exporter.config_fields import Fields, short
 from exporter.draft_kind import MUSE_ASSISTANT, DraftMethod, read_architecture, recognise_draft
 from exporter.draft_spellings import NESTED_KEY, merge_spellings, refuse_unsupported
 from exporter.rope import RopeParameters, RopeSpelling, read_rope
-from exporter.target_config import TargetConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Spelling of the taps -> what it adds to a decoder layer's number; the first that is there wins.
 TAP_SPELLINGS: Mapping[str, int] = {
     "target_layer_ids": 0, "aux_hidden_state_layer_ids": 1, "eagle_aux_hidden_state_layer_ids": 1, "layer_ids": 0,
 }  # fmt: skip
+
+
+class DraftedTarget(Protocol):
+    """What a draft's config is held against; every family's target config has it."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ class DraftConfig:
     notices: tuple[str, ...] = ()
 
 
-def read_draft_config(draft: Checkpoint, target: TargetConfig) -> DraftConfig:
+def read_draft_config(draft: Checkpoint, target: DraftedTarget) -> DraftConfig:
     """Read a draft's config and check it against the target that it borrows embedding and head from.
 
     Args:
@@ -149,7 +161,7 @@ def default_taps(num_target_layers: int, num_draft_layers: int) -> tuple[int, ..
 
 
 def _check_target_fit(
-    fields: Fields, hidden_size: int, target_hidden_size: int, vocab_size: int, target: TargetConfig
+    fields: Fields, hidden_size: int, target_hidden_size: int, vocab_size: int, target: DraftedTarget
 ) -> None:
     widths = {"target_hidden_size": target_hidden_size, "hidden_size": hidden_size}
     for key, value in widths.items():
@@ -178,7 +190,7 @@ def _other_target(code: str, what: str, expected: int, got: int) -> CheckpointEr
     )
 
 
-def _taps(fields: Fields, num_layers: int, target: TargetConfig) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _taps(fields: Fields, num_layers: int, target: DraftedTarget) -> tuple[tuple[int, ...], tuple[str, ...]]:
     given = {key: _tap_list(fields, key, shift) for key, shift in TAP_SPELLINGS.items() if fields.has(key)}
     if not given:
         taps = default_taps(target.num_layers, num_layers)

@@ -18,12 +18,15 @@ from exporter.canary_run import read_reference
 from exporter.capture.target import GpuTarget
 from exporter.checkpoint import Checkpoint, hash_files, identity_nbytes, open_checkpoint
 from exporter.convert.journal import conversion_digest, is_resumable
+from exporter.convert.packed import group_packed
 from exporter.convert.stream import ConvertedWeights, convert_weights, write_error_report
 from exporter.draft_config import DraftConfig, read_draft_config
 from exporter.draft_kind import DraftMethod, read_architecture
 from exporter.draft_tensors import check_draft_tensors
-from exporter.models import dense, dflash2
+from exporter.kimi_config import KimiConfig, is_kimi, read_kimi_config
+from exporter.models import dense, dflash2, kimi_weights
 from exporter.models.context import StoredWeight
+from exporter.models.target import AnyTarget, head_name
 from exporter.package import FIRST_GPU_MODULE, CoreIdentity, SourceModel, UnsignedCore, write_core
 from exporter.plan import PlannedTensor, PrecisionPlan, plan_precision
 from exporter.plan_families import planned_only, refuse_export, report_family
@@ -33,10 +36,10 @@ from exporter.program.builder import Program, Tensor
 from exporter.program.graphs import Draft, RecordedProgram, record_program
 from exporter.program.serving import ServingShape
 from exporter.progress import Progress, Silent
-from exporter.recipe import Recipe, load_recipe
+from exporter.recipe import Recipe, find_recipe, load_recipe
 from exporter.staging import check_output, staged
-from exporter.target_config import TargetConfig, check_target_tensors, read_target_config
-from exporter.weights import WeightLayout, WeightSpec, layout_weights
+from exporter.target_config import check_target_tensors, read_target_config
+from exporter.weights import Raw, WeightLayout, WeightSpec, layout_weights
 from runtime.keys import PrivateKey
 from runtime.ops import DTYPE_BY_NAME, DType
 from runtime.sign import sign_core
@@ -98,7 +101,7 @@ class OpenedModels:
     """Everything read from headers and configs; no weight was touched."""
 
     target: Checkpoint
-    target_config: TargetConfig
+    target_config: AnyTarget
     recipe: Recipe
     draft: OpenedDraft | None
 
@@ -178,9 +181,8 @@ def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
     family = planned_only(target, request.recipe)
     if family is not None:
         raise refuse_export(target, family)
-    config = read_target_config(target)
-    notices = [*config.notices, *check_target_tensors(target, config)]
-    recipe = load_recipe(request.recipe or config.family.value)
+    config, notices = _read_target(target)
+    recipe = load_recipe(request.recipe) if request.recipe else _recipe_of(config)
     draft = None
     if request.draft is not None:
         checkpoint = open_checkpoint(request.draft)
@@ -191,6 +193,21 @@ def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
     for notice in notices:
         watch.notice(notice)
     return OpenedModels(target, config, recipe, draft)
+
+
+def _read_target(checkpoint: Checkpoint) -> tuple[AnyTarget, list[str]]:
+    """The target's config, and notices. A Kimi model's tensors are claimed by its recipe when it is planned."""
+    if is_kimi(checkpoint):
+        kimi = read_kimi_config(checkpoint)
+        return kimi, list(kimi.notices)
+    config = read_target_config(checkpoint)
+    return config, [*config.notices, *check_target_tensors(checkpoint, config)]
+
+
+def _recipe_of(config: AnyTarget) -> Recipe:
+    recipe = find_recipe(config.architecture)
+    assert recipe is not None, config.architecture
+    return recipe
 
 
 def plan_models(models: OpenedModels, settings: PrecisionSettings) -> PrecisionPlan:
@@ -226,24 +243,31 @@ def gpu_chunk_tokens(hidden_size: int) -> int:
 
 def weight_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape) -> list[WeightSpec]:
     """Every weight of the core, in storage order."""
-    shapes = {name: entry.shape for name, entry in models.target.tensors.items()}
-    formats = _formats(plan.target)
-    specs = dense.weight_specs(models.target_config, formats, shapes, shape.max_context)
+    specs = _target_specs(models, plan, shape)
     if models.draft is not None and shape.depth:
         entries = models.draft.checkpoint.tensors
         specs += dflash2.weight_specs(models.draft.config, models.draft.names, _formats(plan.draft),
                                       {name: entry.shape for name, entry in entries.items()}, shape.max_context)
         if plan.proposal_head is not None and plan.proposal_head.format is not None:
-            source = dense.head_source(models.target_config)
+            head = plan.proposal_head
+            assert isinstance(head.format, Format)
             specs.append(WeightSpec(name="head.proposal", blob="head", owner="draft", checkpoint="target",
-                                    sources=(source,), recipe="copy/1", format=plan.proposal_head.format,
-                                    shape=shapes[source]))
+                                    sources=(head.source,), recipe="copy/1", format=head.format, shape=head.shape))
     return specs
 
 
+def _target_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape) -> list[WeightSpec]:
+    config = models.target_config
+    if isinstance(config, KimiConfig):
+        planned = {models.recipe.bare(tensor.name): tensor for tensor in plan.target}
+        return kimi_weights.weight_specs(config, planned, group_packed(models.target.tensors)[1])
+    shapes = {name: entry.shape for name, entry in models.target.tensors.items()}
+    return dense.weight_specs(config, _formats(plan.target), shapes, shape.max_context)
+
+
 def _formats(tensors: Iterable[PlannedTensor]) -> dict[str, Format]:
-    """Stored format by the checkpoint's own tensor name."""
-    return {t.source: t.format for t in tensors if t.format is not None}
+    """Stored format by the checkpoint's own tensor name, of tensors that the core does not keep in a published one."""
+    return {t.source: t.format for t in tensors if isinstance(t.format, Format)}
 
 
 def record(models: OpenedModels, plan: PrecisionPlan, layout: WeightLayout, shape: ServingShape,
@@ -253,7 +277,7 @@ def record(models: OpenedModels, plan: PrecisionPlan, layout: WeightLayout, shap
     weights = stored_weights(program, layout)
     draft = None
     if models.draft is not None and shape.depth:
-        head = "head.proposal" if plan.proposal_head is not None else dense.head_name(models.target_config)
+        head = "head.proposal" if plan.proposal_head is not None else head_name(models.target_config)
         draft = Draft(models.draft.config, head)
     return record_program(program, models.target_config, draft, weights, shape, sorted(set(request.batches)),
                           request.act)
@@ -312,11 +336,11 @@ def _convert(models: OpenedModels, identity: CoreIdentity, layout: WeightLayout,
     opened = checkpoints(models)
     with watch.stage("convert", layout.size_bytes) as on_bytes:
         weights = convert_weights(layout, opened, staging, on_bytes)
-    counts: dict[Format, int] = {}
+    counts: dict[Format | Raw, int] = {}
     for blob in layout.blobs:
         for placed in blob.weights:
             counts[placed.spec.format] = counts.get(placed.spec.format, 0) + 1
-    listed = ", ".join(f"{fmt.value} {counts[fmt]}" for fmt in FORMATS if fmt in counts)
+    listed = ", ".join(f"{fmt.value} {counts[fmt]}" for fmt in (*FORMATS, *Raw) if fmt in counts)
     before = sum(e.nbytes for c in opened.values() for e in c.tensors.values())
     watch.done("convert", f"{sum(counts.values())} weights   {_size(before)} → {_size(layout.size_bytes)}   ({listed})")
     return weights

@@ -127,7 +127,7 @@ def _contract(recorded: RecordedProgram, shape: ServingShape) -> manifest_pb2.Se
     return manifest_pb2.ServingContract(
         max_batch=shape.max_batch, max_query_tokens=max(shape.chunk_tokens, shape.block_rows),
         max_context=shape.max_context, vocab_size=shape.vocab, page_tokens=shape.page_tokens,
-        kv_bytes_per_page=recorded.kv_bytes_per_page, state_bytes_per_slot=0,
+        kv_bytes_per_page=recorded.kv_bytes_per_page, state_bytes_per_slot=recorded.state_bytes_per_slot,
         sampling_modes=["greedy", "temperature", "top_k", "top_p"], io=bindings(recorded.buffers))
 
 

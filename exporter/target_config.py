@@ -116,8 +116,8 @@ def read_target_config(checkpoint: Checkpoint) -> TargetConfig:
         rms_norm_eps=fields.positive("rms_norm_eps", default=1e-6), rope=rope,
         tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
         max_position_embeddings=fields.count("max_position_embeddings"),
-        eos_token_ids=_eos_token_ids(checkpoint, fields, vocab_size), qk_norm=family is TargetFamily.QWEN3,
-        dtype=_dtype(checkpoint, fields), notices=notices,
+        eos_token_ids=eos_token_ids(checkpoint, fields, vocab_size), qk_norm=family is TargetFamily.QWEN3,
+        dtype=trained_dtype(checkpoint, fields), notices=notices,
     )  # fmt: skip
 
 
@@ -240,7 +240,12 @@ def _head_dim(fields: Fields, family: TargetFamily, hidden_size: int, num_heads:
     return hidden_size // num_heads
 
 
-def _eos_token_ids(checkpoint: Checkpoint, config: Fields, vocab_size: int) -> tuple[int, ...]:
+def eos_token_ids(checkpoint: Checkpoint, config: Fields, vocab_size: int) -> tuple[int, ...]:
+    """Tokens that end a text, by generation_config.json or else by `config`; empty when neither names any.
+
+    Raises:
+        CheckpointError: FIELD_VALUE; an id that is none of the vocabulary.
+    """
     data = read_side_file(checkpoint, GENERATION_CONFIG_NAME)
     generation = Fields(parse_json_object(data, GENERATION_CONFIG_NAME) if data else {}, GENERATION_CONFIG_NAME)
     fields = generation if generation.has("eos_token_id") else config
@@ -251,7 +256,12 @@ def _eos_token_ids(checkpoint: Checkpoint, config: Fields, vocab_size: int) -> t
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype(checkpoint: Checkpoint, fields: Fields) -> str:
+def trained_dtype(checkpoint: Checkpoint, fields: Fields) -> str:
+    """The element type that the config names, or else that of the embedding table.
+
+    Raises:
+        CheckpointError: FIELD_VALUE; a type that is not known.
+    """
     key = "dtype" if fields.has("dtype") else "torch_dtype"
     if not fields.has(key):
         entry = checkpoint.tensors.get(EMBEDDING_NAME)

@@ -5,13 +5,14 @@ Model code says `fwd.linear(x, "target.layers.0.qkv", "qkv")`; which op that is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflash_core.errors import CaptureError
 from dflash_core.formats import Format
 
 from exporter.program.builder import GraphRecorder, Symbol, Tensor
+from exporter.weights import Raw
 from runtime.ops import DType
 
 # Rows that one GEMM computes at a time: one fixed shape in every graph, so that a row has the same bits in each.
@@ -22,7 +23,7 @@ TILE_ROWS = 8
 class StoredWeight:
     """A weight of the core: where its parts lie, and in which format."""
 
-    format: Format
+    format: Format | Raw
     codes: Tensor
     block_scale: Tensor | None = None
     global_scale: Tensor | None = None
@@ -42,8 +43,6 @@ class PagedCache:
     page_tokens: int
     page_bytes: int
     layer_bytes: int
-    kv_heads: int
-    head_dim: int
 
     def layer(self, layer_idx: int) -> Tensor:
         """The arena from this layer's K on."""
@@ -54,6 +53,55 @@ class PagedCache:
         max_slots, max_pages = self.page_table.shape
         return {"page_tokens": self.page_tokens, "page_bytes": self.page_bytes, "kv_pages": self.kv_pages,
                 "max_slots": max_slots, "max_pages": max_pages}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """One recurrent layer's state: a row per slot, so that a combined core can have more slots.
+
+    Attributes:
+        window: [max_slots, history, channels], activation type: the last inputs of the short convolution.
+        state: f32 [max_slots, heads, head_dim, head_dim].
+    """
+
+    window: Tensor
+    state: Tensor
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return (self.window.nbytes + self.state.nbytes) // self.state.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMemory:
+    """What a target keeps between steps: its cache, and the state of each recurrent layer by its number."""
+
+    cache: PagedCache
+    states: Mapping[int, StateSlots]
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        return sum(slots.bytes_per_slot for slots in self.states.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StateRecord:
+    """What a recurrent layer's rows would do to its state: the buffers that a commit replays."""
+
+    layer_idx: int
+    inputs: Tensor      # rows of the short convolution's input
+    keys: Tensor
+    changes: Tensor
+    log_decay: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """What the final norm reads, the tap features if any were asked for, and the states that are still to commit."""
+
+    residual: Tensor
+    features: Tensor | None
+    pending: tuple[StateRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +205,24 @@ class Forward:
                         label=name, rows=rows, cols=cols, eps=eps, act=self.act, w=weight.dtype)
         return y
 
-    def embedding(self, tokens: Tensor, name: str, out: str, *, scale: float = 1.0) -> Tensor:
+    def add(self, residual: Tensor, delta: Tensor, label: str) -> None:
+        """residual += delta, in place."""
+        rows, cols = residual.shape
+        self.graph.call("dflash.add/1", {"residual": residual, "delta": delta}, label=label, rows=rows, cols=cols,
+                        act=self.act)
+
+    def tap(self, x: Tensor, features: Tensor | None, taps: Sequence[int], layer_idx: int) -> None:
+        """Copy what leaves `layer_idx` into its columns of the features, wherever the draft asked for it."""
+        for index, wanted in enumerate(taps):
+            if wanted == layer_idx:
+                assert features is not None
+                self.graph.call("dflash.tap/1", {"x": x, "features": features}, label=f"target.layers.{layer_idx}",
+                                rows=self.rows.count, cols=x.shape[1], taps=len(taps), index=index, act=self.act)
+
+    def embedding(self, tokens: Tensor, name: str, out: str | Tensor, *, scale: float = 1.0) -> Tensor:
         table = self.plain(name)
         vocab, cols = table.shape
-        y = self.scratch(out, cols)
+        y = out if isinstance(out, Tensor) else self.scratch(out, cols)
         self.graph.call("dflash.embedding/1", {"tokens": tokens, "table": table, "out": y}, label=name,
                         rows=self.rows.count, vocab=vocab, cols=cols, scale=scale, act=self.act, w=table.dtype)
         return y

@@ -7,11 +7,10 @@ one matrix, and so are gate and up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from dflash_core.formats import Format
 
-from exporter.models.context import Forward, PagedCache
+from exporter.models.context import Forward, HiddenRows, PagedCache
 from exporter.program.builder import Tensor
 from exporter.rope import rope_table, rotary_dims
 from exporter.target_config import TargetConfig
@@ -19,14 +18,6 @@ from exporter.weights import WeightSpec
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenRows:
-    """The residual stream after the last layer, before the final norm, and the tap features if any were asked for."""
-
-    residual: Tensor
-    features: Tensor | None
 
 
 def weight_specs(config: TargetConfig, formats: Mapping[str, Format], shapes: Mapping[str, tuple[int, ...]],
@@ -83,7 +74,7 @@ def record_layers(fwd: Forward, config: TargetConfig, cache: PagedCache, tokens:
         tokens: i32 [rows].
         taps: layers whose output goes into the features, in the order of their columns.
     """
-    graph, rows, eps = fwd.graph, fwd.rows.count, config.rms_norm_eps
+    eps = config.rms_norm_eps
     features = fwd.scratch("features", len(taps) * config.hidden_size) if taps else None
     residual = fwd.embedding(tokens, "target.embedding", "residual")
     delta: Tensor | None = None
@@ -93,24 +84,14 @@ def record_layers(fwd: Forward, config: TargetConfig, cache: PagedCache, tokens:
             normed = fwd.rms_norm(residual, f"{here}.input_norm", eps, "normed")
         else:
             normed = fwd.add_rms_norm(residual, delta, f"{here}.input_norm", eps, "normed")
-            _tap(fwd, residual, features, taps, i - 1)
+            fwd.tap(residual, features, taps, i - 1)
         delta = _attention(fwd, config, cache, normed, i)
         normed = fwd.add_rms_norm(residual, delta, f"{here}.mlp_norm", eps, "normed")
         delta = fwd.gated_mlp(normed, here)
     assert delta is not None
-    graph.call("dflash.add/1", {"residual": residual, "delta": delta}, label="target.layers.last", rows=rows,
-               cols=config.hidden_size, act=fwd.act)
-    _tap(fwd, residual, features, taps, config.num_layers - 1)
+    fwd.add(residual, delta, "target.layers.last")
+    fwd.tap(residual, features, taps, config.num_layers - 1)
     return HiddenRows(residual, features)
-
-
-def _tap(fwd: Forward, residual: Tensor, features: Tensor | None, taps: Sequence[int], layer_idx: int) -> None:
-    """Copy the residual stream that leaves `layer_idx` into its columns, wherever the draft asked for it."""
-    for index, wanted in enumerate(taps):
-        if wanted == layer_idx:
-            assert features is not None
-            fwd.graph.call("dflash.tap/1", {"x": residual, "features": features}, label=f"target.layers.{layer_idx}",
-                           rows=fwd.rows.count, cols=residual.shape[1], taps=len(taps), index=index, act=fwd.act)
 
 
 def _attention(fwd: Forward, config: TargetConfig, cache: PagedCache, x: Tensor, layer_idx: int) -> Tensor:

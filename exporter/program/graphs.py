@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from dflash_core.v1 import graph_pb2
 
 from exporter.draft_config import DraftConfig
-from exporter.models import dense, dflash2
-from exporter.models.context import Forward, PagedCache, StepRows, StoredWeight
+from exporter.models import dflash2
+from exporter.models import target as models
+from exporter.models.context import Forward, PagedCache, StepRows, StoredWeight, TargetMemory
+from exporter.models.target import AnyTarget
 from exporter.program.builder import GraphRecorder, OpCall, Program, Tensor
 from exporter.program.serving import ServingBuffers, ServingShape, inputs, outputs, serving_buffers
-from exporter.target_config import TargetConfig
 from runtime.ops import DType
 
 
@@ -43,9 +44,10 @@ class RecordedProgram:
     calls: tuple[tuple[OpCall, ...], ...]  # the op calls of each graph, which a GPU target lowers
     buffers: ServingBuffers
     kv_bytes_per_page: int
+    state_bytes_per_slot: int = 0
 
 
-def record_program(program: Program, target: TargetConfig, draft: Draft | None, weights: Mapping[str, StoredWeight],
+def record_program(program: Program, target: AnyTarget, draft: Draft | None, weights: Mapping[str, StoredWeight],
                    shape: ServingShape, batches: Sequence[int], act: DType) -> RecordedProgram:
     """Record every graph of a core.
 
@@ -59,7 +61,7 @@ def record_program(program: Program, target: TargetConfig, draft: Draft | None, 
 
 
 class _Recorder:
-    def __init__(self, program: Program, target: TargetConfig, draft: Draft | None,
+    def __init__(self, program: Program, target: AnyTarget, draft: Draft | None,
                  weights: Mapping[str, StoredWeight], shape: ServingShape, act: DType) -> None:
         self.program, self.target, self.draft = program, target, draft
         self.weights, self.shape, self.act = weights, shape, act
@@ -67,15 +69,16 @@ class _Recorder:
         self.calls: list[tuple[OpCall, ...]] = []
         pages = shape.max_batch * shape.max_pages
         self.kv_pages = program.symbol("kv_pages", minimum=shape.max_pages, maximum=2**31 - 1, default=pages)
-        self.target_cache = self._cache("target_kv", target.num_layers, target.num_kv_heads, target.head_dim)
+        self.memory = TargetMemory(self._cache("target_kv", *models.cache_layer_values(target)),
+                                   models.state_slots(program, target, shape.max_batch, act))
         self.draft_cache = None if draft is None else self._cache(
-            "draft_kv", draft.config.num_layers, draft.config.num_kv_heads, draft.config.head_dim)
+            "draft_kv", draft.config.num_layers, 2 * draft.config.num_kv_heads * draft.config.head_dim)
 
-    def _cache(self, name: str, layers: int, kv_heads: int, head_dim: int) -> PagedCache:
-        layer_bytes = 2 * kv_heads * self.shape.page_tokens * head_dim * self.act.bits // 8
+    def _cache(self, name: str, layers: int, values: int) -> PagedCache:
+        layer_bytes = values * self.shape.page_tokens * self.act.bits // 8
         page_bytes = layers * layer_bytes
         return PagedCache(self.program.arena(name, self.kv_pages, page_bytes), self.kv_pages, self.buffers.page_table,
-                          self.shape.page_tokens, page_bytes, layer_bytes, kv_heads, head_dim)
+                          self.shape.page_tokens, page_bytes, layer_bytes)
 
     def record(self, batches: Sequence[int]) -> RecordedProgram:
         graphs = [self._prefill()]
@@ -83,8 +86,9 @@ class _Recorder:
             if self.draft is not None:
                 graphs += [self._draft(batch), self._verify(batch)]
             graphs.append(self._decode(batch))
-        kv_bytes = self.target_cache.page_bytes + (self.draft_cache.page_bytes if self.draft_cache else 0)
-        return RecordedProgram(self.program, tuple(graphs), tuple(self.calls), self.buffers, kv_bytes)
+        kv_bytes = self.memory.cache.page_bytes + (self.draft_cache.page_bytes if self.draft_cache else 0)
+        return RecordedProgram(self.program, tuple(graphs), tuple(self.calls), self.buffers, kv_bytes,
+                               self.memory.state_bytes_per_slot)
 
     def _finish(self, graph: GraphRecorder) -> graph_pb2.Graph:
         recorded = graph.graph
@@ -107,7 +111,7 @@ class _Recorder:
     def _logits(self, fwd: Forward, residual: Tensor) -> Tensor:
         hidden = fwd.rms_norm(residual, "target.norm", self.target.rms_norm_eps, "final_hidden")
         logits = self.buffers.logits.rows(0, hidden.shape[0])
-        return fwd.linear(hidden, dense.head_name(self.target), logits)
+        return fwd.linear(hidden, models.head_name(self.target), logits)
 
     def _sampled(self, graph: GraphRecorder, logits: Tensor, positions: Tensor, slots: Tensor, emitted: Tensor,
                  produced: Tensor) -> None:
@@ -127,7 +131,7 @@ class _Recorder:
                    {"slots": slots, "count": buffers.chunk_count, "length": buffers.length, "positions": positions},
                    rows=chunk, max_slots=self.shape.max_batch)
         fwd = Forward(graph, self.weights, self.act, StepRows(1, chunk, positions, slots))
-        hidden = dense.record_layers(fwd, self.target, self.target_cache, buffers.chunk_tokens, self._taps())
+        hidden = models.record_layers(fwd, self.target, self.memory, buffers.chunk_tokens, self._taps())
         if self.draft is not None and hidden.features is not None and self.draft_cache is not None:
             dflash2.record_context(fwd, self.draft.config, self.draft_cache, hidden.features, positions)
         last = fwd.scratch("last_row", self.target.hidden_size, rows=1)
@@ -175,7 +179,7 @@ class _Recorder:
         graph.call("dflash.verify_tokens/1",
                    {"slots": rows.slots, "anchor": buffers.anchor, "proposals": drafted.proposals, "tokens": tokens},
                    groups=batch, block_rows=block_rows, depth=depth, max_slots=self.shape.max_batch)
-        hidden = dense.record_layers(fwd, self.target, self.target_cache, tokens, self._taps())
+        hidden = models.record_layers(fwd, self.target, self.memory, tokens, self._taps(), undoable=True)
         logits = self._logits(fwd, hidden.residual)
         emitted, produced = buffers.emitted.rows(0, batch), buffers.produced.rows(0, batch)
         graph.call("dflash.accept/1",
@@ -189,6 +193,7 @@ class _Recorder:
         graph.call("dflash.accepted_positions/1",
                    {"positions": rows.positions, "produced": produced, "context_positions": context}, groups=batch,
                    block_rows=block_rows)
+        models.record_commit(fwd, self.target, self.memory, hidden, context)
         assert hidden.features is not None
         dflash2.record_context(fwd, self.draft.config, self.draft_cache, hidden.features, context)
         self._commit(graph, rows, emitted, produced)
@@ -203,7 +208,7 @@ class _Recorder:
         tokens = self.program.scratch("tokens", DType.I32, (batch,))
         graph.call("dflash.block_tokens/1", {"slots": rows.slots, "anchor": buffers.anchor, "tokens": tokens},
                    groups=batch, block_rows=1, mask_token_id=0, max_slots=self.shape.max_batch)
-        hidden = dense.record_layers(fwd, self.target, self.target_cache, tokens, ())
+        hidden = models.record_layers(fwd, self.target, self.memory, tokens, ())
         logits = self._logits(fwd, hidden.residual)
         emitted, produced = self._lane_outputs(batch)
         self._sampled(graph, logits, rows.positions, rows.slots, emitted, produced)

@@ -18,7 +18,7 @@ from exporter.target_config import read_target_config, target_tensor_shapes
 from runtime.console import human_bytes
 from runtime.keys import generate_key
 from tests.exporter.small_checkpoints import LLAMA, checkpoint_of
-from tests.exporter.test_family_recipes import kimi_model
+from tests.exporter.test_family_recipes import kimi_model, muse_model
 from tests.tiny_pair import write_pair
 
 
@@ -26,6 +26,14 @@ from tests.tiny_pair import write_pair
 def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kimi")
     kimi_model().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of a family whose forward pass is not there."""
+    folder = tmp_path_factory.mktemp("muse")
+    muse_model().save_pretrained(folder)
     return folder
 
 
@@ -92,15 +100,22 @@ def test_group_of_which_a_scope_leaves_a_part_says_how_many(tmp_path: Path) -> N
     assert all(len(line) <= 80 for line in shown.stdout.splitlines() if not line.startswith("kept: "))
 
 
-def test_plan_of_a_family_without_forward_pass_says_so(kimi: Path) -> None:
-    shown = run(kimi, "--plan")
+def test_plan_of_a_family_without_forward_pass_says_so(unbuilt: Path) -> None:
+    shown = run(unbuilt, "--plan")
 
     assert shown.exit_code == 0
     assert lines(shown)[-1] == (
-        "no graphs: the forward pass of kimi-linear is not implemented, so it cannot be exported yet")
+        "no graphs: the forward pass of muse-glimmer is not implemented, so it cannot be exported yet")
+    assert not any(line.startswith("graphs") for line in lines(shown))
+
+
+def test_plan_of_a_kimi_model_shows_its_default_scope_and_its_graphs(kimi: Path) -> None:
+    shown = run(kimi, "--plan")
+
+    assert shown.exit_code == 0
     group = next(line for line in lines(shown) if line.startswith("kda-input "))
     assert group.endswith("mxfp8:kda-input, default")
-    assert not any(line.startswith("graphs") for line in lines(shown))
+    assert any(line.startswith("prefill.c64") for line in lines(shown))
 
 
 def test_plan_lists_what_a_scope_covers_and_leaves_once_for_tensors_alike(kimi: Path) -> None:
@@ -124,33 +139,33 @@ def test_verbose_plan_has_a_line_for_every_tensor(kimi: Path) -> None:
     assert ("target: model.norm.weight [64] f32 → f32 256 B → 256 B checkpoint: normalization") in tensors
 
 
-@pytest.mark.parametrize(("more", "count"), [((), None), (("--verbose",), 197)], ids=["plain", "verbose"])
-def test_json_plan_has_every_tensor_when_asked(kimi: Path, more: tuple[str, ...], count: int | None) -> None:
-    document: dict[str, Any] = json.loads(run(kimi, "--plan", "--json", *more).stdout)
+@pytest.mark.parametrize(("more", "count"), [((), None), (("--verbose",), 92)], ids=["plain", "verbose"])
+def test_json_plan_has_every_tensor_when_asked(unbuilt: Path, more: tuple[str, ...], count: int | None) -> None:
+    document: dict[str, Any] = json.loads(run(unbuilt, "--plan", "--json", *more).stdout)
 
     assert document["can_be_exported"] is False
     assert (document["graphs"], document["kv_bytes_per_token"], document["max_context"]) == ([], None, None)
     assert (len(document["tensors"]) if count else document.get("tensors")) == count
     if count:
         assert document["tensors"][0] == {
-            "part": "target", "tensor": "lm_head.weight", "role": "head", "shape": [257, 64], "source_dtype": "F32",
+            "part": "target", "tensor": "lm_head.weight", "role": "head", "shape": [97, 64], "source_dtype": "F32",
             "format": "f32", "origin": "checkpoint", "reason": "target-head storage", "skipped": False,
-            "nbytes_before": 65792, "nbytes_after": 65792}
+            "nbytes_before": 24832, "nbytes_after": 24832}
 
 
-def test_export_of_a_family_without_forward_pass_is_refused_by_name(kimi: Path, tmp_path: Path) -> None:
-    shown = run(kimi, "--out", tmp_path / "core", "--key", key_in(tmp_path), "--json")
+def test_export_of_a_family_without_forward_pass_is_refused_by_name(unbuilt: Path, tmp_path: Path) -> None:
+    shown = run(unbuilt, "--out", tmp_path / "core", "--key", key_in(tmp_path), "--json")
 
     assert shown.exit_code == 3
     error = json.loads(shown.stdout)["error"]
     assert error["code"] == "FORWARD_NOT_IMPLEMENTED"
-    assert error["what"] == "the forward pass of kimi-linear is not implemented: it can be planned only"
-    assert error["where"].startswith("KimiLinearForCausalLM in ")
+    assert error["what"] == "the forward pass of muse-glimmer is not implemented: it can be planned only"
+    assert error["where"].startswith("MuseGlimmerForConditionalGeneration in ")
     assert not (tmp_path / "core").exists()
 
 
-def test_draft_of_a_family_without_forward_pass_is_not_planned(kimi: Path, pair: tuple[Path, Path]) -> None:
-    shown = run(kimi, "--draft", pair[1], "--plan", "--json")
+def test_draft_of_a_family_without_forward_pass_is_not_planned(unbuilt: Path, pair: tuple[Path, Path]) -> None:
+    shown = run(unbuilt, "--draft", pair[1], "--plan", "--json")
 
     assert (shown.exit_code, json.loads(shown.stdout)["error"]["code"]) == (3, "PLAN_DRAFT")
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 
 from runtime import Engine, LoadedCore, Request
-from runtime.engine import Completion, StepKind
 from runtime.ops import DType
 from tests.integration.cores import Signer, make_core
 from tests.integration.drive import Lane
 from tests.integration.reference import read_reference
-from tests.oracles.zlab_pair import MASK_TOKEN, DraftKind, Pair, PairSpec, make_pair
+from tests.integration.watch import Prompted, random_tokens, watch
+from tests.oracles.zlab_pair import DraftKind, Pair, PairSpec, make_pair
 
 NEW_TOKENS = 48
-Prompted = tuple[Sequence[int], Request]
 TINY = [
     pytest.param((PairSpec(), DType.F32), id="block-8-f32"),
     pytest.param((PairSpec(), DType.BF16), id="block-8-bf16"),
@@ -48,38 +46,6 @@ def tiny(request: pytest.FixtureRequest, signer: Signer, tmp_path_factory: pytes
 def demo(request: pytest.FixtureRequest) -> LoadedCore:
     core: LoadedCore = request.getfixturevalue(request.param)
     return core
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A completion, and the bytes of the logits row that decided each of its tokens after the first."""
-
-    completion: Completion
-    logits: tuple[bytes, ...]
-
-
-def watch(core: LoadedCore, prompt: Sequence[int], request: Request,
-          before: Sequence[Prompted] = (), after: Sequence[Prompted] = ()) -> Watched:
-    """Run a prompt in a batch with others, admitted before and after it."""
-    engine = Engine(core)
-    for other, other_request in before:
-        engine.add(other, other_request)
-    sequence = engine.add(prompt, request)
-    for other, other_request in after:
-        engine.add(other, other_request)
-    logits = []
-    while not engine.idle:
-        stepped = [output for output in engine.step() if output.record.kind is not StepKind.PREFILL]
-        for lane, output in enumerate(stepped):
-            if output.sequence is sequence:
-                rows = core.io["emitted"].shape[1] if output.record.kind is StepKind.VERIFY else 1
-                logits += [core.io["logits"][lane * rows + i].tobytes() for i in range(len(output.record.tokens))]
-    return Watched(sequence.completion(), tuple(logits))
-
-
-def random_tokens(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(MASK_TOKEN) for _ in range(count)]
 
 
 def test_demo_text_is_the_same_with_and_without_speculation(demo: LoadedCore) -> None:

@@ -98,14 +98,17 @@ def make_pair(folder: Path, spec: PairSpec) -> Pair:
     torch.manual_seed(0)
     target = Qwen3ForCausalLM(_target_config()).eval()
     _enliven(target)
-    draft = _draft_class(spec.kind)(Qwen3Config(**_draft_json(spec)))
-    _init_draft(draft)
+    draft = draft_class(spec.kind)(Qwen3Config(**draft_json(spec)))
+    init_draft(draft)
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, MASK_TOKEN, (1, spec.prompt_tokens), generator=generator)
-    _fit(draft, target, _continue_greedily(target, prompt, FIT_TOKENS), spec)
+    text = _continue_greedily(target, prompt, FIT_TOKENS)
+    with torch.no_grad():
+        features = extract_context_feature(target(text, output_hidden_states=True).hidden_states, TAPS)
+    fit_draft(draft, spec, text, features, target.get_input_embeddings().weight.detach(), target.lm_head)
     draft.eval()
     target.save_pretrained(folder / "target")
-    _save_draft(draft, spec, folder / "draft")
+    save_draft(draft, draft_json(spec), folder / "draft")
     return Pair(spec, folder / "target", folder / "draft", target, draft, tuple(prompt[0].tolist()))
 
 
@@ -154,7 +157,7 @@ def _generate(pair: Pair, new_tokens: int, *, stop: list[int] | None, block_size
                                block_size=block_size, return_stats=return_stats)
 
 
-def _draft_class(kind: DraftKind) -> type[DFlashDraftModel]:
+def draft_class(kind: DraftKind) -> type[DFlashDraftModel]:
     return DFlash2DraftModel if kind is DraftKind.DFLASH2 else DFlashDraftModel
 
 
@@ -165,8 +168,10 @@ def _target_config() -> Qwen3Config:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
 
 
-def _draft_json(spec: PairSpec) -> dict[str, Any]:
-    nested: dict[str, Any] = {"block_size": spec.block_size, "mask_token_id": MASK_TOKEN, "target_layer_ids": TAPS}
+def draft_json(spec: PairSpec, *, target_layers: int = TARGET_LAYERS, taps: Sequence[int] = TAPS) -> dict[str, Any]:
+    """The draft's config.json."""
+    nested: dict[str, Any] = {"block_size": spec.block_size, "mask_token_id": MASK_TOKEN,
+                              "target_layer_ids": list(taps)}
     if spec.kind is DraftKind.DFLASH2:
         nested |= {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
     if spec.scalars:
@@ -177,7 +182,7 @@ def _draft_json(spec: PairSpec) -> dict[str, Any]:
         "architectures": [spec.kind.value], "model_type": "qwen3", "hidden_size": HIDDEN, "vocab_size": VOCAB,
         "intermediate_size": 96, "num_hidden_layers": DRAFT_LAYERS, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6, "attention_bias": False,
-        "attention_dropout": 0.0, "max_position_embeddings": 512, "num_target_layers": TARGET_LAYERS,
+        "attention_dropout": 0.0, "max_position_embeddings": 512, "num_target_layers": target_layers,
         "layer_types": [layer_type] * DRAFT_LAYERS, "sliding_window": spec.window,
         "use_sliding_window": spec.window is not None, "max_window_layers": DRAFT_LAYERS, "is_causal": spec.causal,
         "tie_word_embeddings": False, "dtype": "float32",
@@ -192,7 +197,8 @@ def _enliven(target: torch.nn.Module) -> None:
                 weight.normal_(0, 1.0 if "embed" in name else 1.6 * weight.shape[-1] ** -0.5)
 
 
-def _init_draft(draft: torch.nn.Module) -> None:
+def init_draft(draft: torch.nn.Module) -> None:
+    """Random weights, the convolutions near the identity."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in sorted(draft.named_parameters()):
@@ -213,11 +219,16 @@ def _continue_greedily(target: Qwen3ForCausalLM, ids: torch.Tensor, count: int) 
     return ids
 
 
-def _fit(draft: DFlashDraftModel, target: Qwen3ForCausalLM, text: torch.Tensor, spec: PairSpec) -> None:
-    """Fit the draft to predict `text`, block by block: cross-entropy of its logits, and of the selector's scores."""
+def fit_draft(draft: DFlashDraftModel, spec: PairSpec, text: torch.Tensor, features: torch.Tensor,
+              embedding: torch.Tensor, head: torch.nn.Module) -> None:
+    """Fit the draft to predict `text`, block by block: cross-entropy of its logits, and of the selector's scores.
+
+    Args:
+        text: [1, tokens].
+        features: the target's taps for it, [1, tokens, taps * hidden].
+        embedding, head: the target's.
+    """
     generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        features = extract_context_feature(target(text, output_hidden_states=True).hidden_states, TAPS)
     optimizer = torch.optim.Adam(draft.parameters(), lr=4e-3)
     positions = torch.arange(text.shape[1])[None]
     scale = EMBEDDING_SCALE if spec.scalars else 1.0
@@ -227,8 +238,8 @@ def _fit(draft: DFlashDraftModel, target: Qwen3ForCausalLM, text: torch.Tensor, 
         block = text[:, start:end].clone()
         block[:, 1:] = MASK_TOKEN
         hidden = draft(position_ids=positions[:, :end], target_hidden=features[:, :start],
-                       noise_embedding=target.get_input_embeddings()(block).detach() * scale)[:, 1:]
-        logits = draft.compute_logits(hidden, target.lm_head)
+                       noise_embedding=embedding[block] * scale)[:, 1:]
+        logits = draft.compute_logits(hidden, head)
         scores = [logits]
         if spec.kind is DraftKind.DFLASH2:
             selector = draft.candidate_selector
@@ -241,9 +252,9 @@ def _fit(draft: DFlashDraftModel, target: Qwen3ForCausalLM, text: torch.Tensor, 
         optimizer.step()
 
 
-def _save_draft(draft: DFlashDraftModel, spec: PairSpec, folder: Path) -> None:
+def save_draft(draft: DFlashDraftModel, config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True)
     tensors = {name.replace("codebook.weight", "codebook"): value.contiguous().clone()
                for name, value in draft.state_dict().items()}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_draft_json(spec), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,162 @@
+"""Kimi-Linear against transformers, Kimi K3 against a float64 port, in float32; and no row knows how rows are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from runtime import LoadedCore
+from runtime.ops import DType
+from tests.integration.cores import Signer, make_core, recipe_without_conversion
+from tests.integration.drive import Lane
+from tests.integration.watch import random_tokens
+from tests.oracles.kimi_numpy import Kimi
+from tests.oracles.kimi_pair import K3, KIMI_LINEAR, write_target
+
+TOKENS, PROMPT = 150, 100
+LAYER_BOUND = 1e-5   # of the largest value that the layer reads
+LOGIT_BOUND = 2e-5   # of the row's largest logit
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A config and how its checkpoint is written."""
+
+    config: Mapping[str, Any]
+    a_log_dtype: torch.dtype = torch.float32
+    dense_spelling: str = "mlp"
+
+
+def linear(**changes: Any) -> dict[str, Any]:
+    return {**KIMI_LINEAR, **changes}
+
+
+def k3(**changes: Any) -> dict[str, Any]:
+    return {**K3, "text_config": {**K3["text_config"], **changes}}
+
+
+CASES = [
+    pytest.param(Case(KIMI_LINEAR), id="linear"),
+    pytest.param(Case(linear(q_lora_rank=24, moe_renormalize=False), dense_spelling="block_sparse_moe"),
+                 id="linear-q-lora-no-renorm"),
+    pytest.param(Case(linear(num_expert_group=4, topk_group=2), a_log_dtype=torch.bfloat16), id="linear-groups-bf16-a"),
+    pytest.param(Case(linear(first_k_dense_replace=2, intermediate_size=96, num_shared_experts=2)),
+                 id="linear-two-dense"),
+    pytest.param(Case(K3), id="k3"),
+    pytest.param(Case(k3(attn_res_block_size=4, routed_scaling_factor=2.5, activation_situ_linear_beta=None)),
+                 id="k3-long-blocks"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A loaded core; what each layer and the final norm read, [TOKENS, hidden] each, and logits, by the oracle."""
+
+    core: LoadedCore
+    tokens: list[int]
+    reads: list[F64]
+    logits: F64
+
+
+@pytest.fixture(scope="module", params=CASES)
+def exported(request: pytest.FixtureRequest, signer: Signer, tmp_path_factory: pytest.TempPathFactory,
+             ) -> Iterator[Exported]:
+    folder, case = tmp_path_factory.mktemp("kimi"), request.param
+    weights = write_target(folder / "target", case.config, a_log_dtype=case.a_log_dtype,
+                           dense_spelling=case.dense_spelling)
+    tokens = random_tokens(TOKENS, seed=5)
+    if "text_config" in case.config:
+        run = Kimi(case.config, {n: w.double().numpy() for n, w in weights.items()}).forward(tokens)
+        reads, logits = run.reads, run.logits
+    else:
+        reads, logits = _transformers(folder / "target", tokens)
+    recipe = recipe_without_conversion("kimi-k3" if "text_config" in case.config else "kimi-linear", folder)
+    with make_core(signer, folder / "core", folder / "target", max_context=256, recipe=recipe) as core:
+        yield Exported(core, tokens, reads, logits)
+
+
+def _transformers(folder: Path, tokens: list[int]) -> tuple[list[F64], F64]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    last = []
+    model.model.norm.register_forward_hook(lambda module, given, result: last.append(given[0]))
+    with torch.no_grad():
+        out = model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    states = [*out.hidden_states[:-1], last[0]]  # the last entry of hidden_states is normalized already
+    return [state[0].double().numpy() for state in states], out.logits[0].double().numpy()
+
+
+def _error(got: npt.NDArray[Any], expected: F64) -> float:
+    assert got.shape == expected.shape
+    return float((np.abs(got - expected).max(-1) / np.abs(expected).max(-1)).max())
+
+
+def _whole_error(got: npt.NDArray[Any], expected: F64) -> float:
+    assert got.shape == expected.shape
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def test_logits_of_every_position_are_the_oracles(exported: Exported) -> None:
+    lane = Lane(exported.core, limit=TOKENS + 2)
+    rows = [lane.prefill(exported.tokens[:1]), *(lane.decode(token) for token in exported.tokens[1:])]
+
+    assert _error(np.array(rows), exported.logits) <= LOGIT_BOUND
+
+
+def test_every_layer_reads_what_the_oracles_layer_reads(exported: Exported) -> None:
+    """The rows of one prefill chunk, before each layer's first norm and before the final one."""
+    core, count = exported.core, core_chunk(exported.core)
+    lane = Lane(core, limit=TOKENS + 2)
+    core.io["chunk_tokens"][:count], core.io["chunk_count"][0] = exported.tokens[:count], count
+    core.io["slots"][:] = lane.slot
+    expected = iter(exported.reads)
+    graph = core.graph("prefill", 1)
+    for step, node in zip(graph.steps, graph.bound, strict=True):
+        if node is not None and node.op.name == "dflash.rms_norm/1" and node.node.debug_name.endswith("input_norm"):
+            assert _whole_error(node.args.array("x")[:count], next(expected)[:count]) <= LAYER_BOUND, (
+                node.node.debug_name)
+        if node is not None and node.op.name == "dflash.last_row/1":
+            assert _whole_error(node.args.array("x")[:count], next(expected)[:count]) <= LAYER_BOUND, "final norm"
+        step()
+    assert next(expected, None) is None
+
+
+def core_chunk(core: LoadedCore) -> int:
+    return len(core.io["chunk_tokens"])
+
+
+@pytest.mark.parametrize("chunks", [[64, 36], [1] * 100, [63, 2, 35], [7, 57, 36]],
+                         ids=["full", "ones", "odd", "seven"])
+def test_prompt_and_decoding_give_the_bytes_of_one_prefill(exported: Exported, chunks: list[int]) -> None:
+    lane = Lane(exported.core, limit=TOKENS + 2)
+    whole = lane.prefill(exported.tokens).tobytes()
+    lane.reset()
+
+    lane.prefill(exported.tokens[:PROMPT], chunks)
+    rows = [lane.decode(token) for token in exported.tokens[PROMPT:]]
+
+    assert rows[-1].tobytes() == whole
+
+
+def test_bf16_weights_and_activations_keep_the_oracles_choice(signer: Signer, tmp_path: Path) -> None:
+    """Every activation is rounded, so rows agree to a few hundredths: less than what parts most best tokens."""
+    weights = write_target(tmp_path / "target", KIMI_LINEAR, dtype=torch.bfloat16)
+    tokens = random_tokens(60, seed=5)
+    expected = Kimi(KIMI_LINEAR, {n: w.double().numpy() for n, w in weights.items()}).forward(tokens).logits
+    recipe = recipe_without_conversion("kimi-linear", tmp_path)
+    with make_core(signer, tmp_path / "core", tmp_path / "target", act=DType.BF16, recipe=recipe) as core:
+        lane = Lane(core, limit=62)
+        rows = np.array([lane.prefill(tokens[:1]), *(lane.decode(token) for token in tokens[1:])])
+
+    error = np.abs(rows - expected).max(-1) / np.abs(expected).max(-1)
+    assert np.median(error) < 0.05
+    assert (rows.argmax(-1) == expected.argmax(-1)).mean() > 0.8
