@@ -3,6 +3,7 @@
 | buffer | rows | what happens to it |
 |---|---|---|
 | per slot: `limit`, `page_table`, `temperature`, `top_p`, `top_k`, `seed`, `length`, `anchor` | max_batch | grows |
+| recurrent state, `slot_state.<layer>` and `slot_window.<layer>`, bound to no name | max_batch | grows |
 | per lane: `slots`, `sampled`, `emitted`, `produced`, `accepted`, `logits`, `proposals`… | k × max_batch | grows |
 | any other binding | fixed | must be equal |
 
@@ -30,6 +31,7 @@ from runtime.ops import DTYPE_BY_NAME, Operand, Scalar, find_op
 PER_SLOT = frozenset({"limit", "page_table", "temperature", "top_p", "top_k", "seed", "length", "anchor"})
 PER_LANE = frozenset({"slots", "sampled", "emitted", "produced", "accepted", "logits", "proposals", "proposal_ids",
                       "proposal_probs"})
+SLOT_STATE = ("slot_state.", "slot_window.")
 MAX_SLOTS = "max_slots"
 
 
@@ -73,6 +75,9 @@ def merge_bindings(inputs: Sequence[Input]) -> MergedBindings:
                 _check_whole(item, other, buffer)
                 nbytes[buffer.name] = _nbytes(result)
         merged.append(result)
+    for item in inputs:
+        nbytes |= {b.name: _state_nbytes(item, b, slots) for b in item.manifest.buffers
+                   if b.buffer_class == g.STATE and b.name.startswith(SLOT_STATE)}
     return MergedBindings(tuple(merged), nbytes)
 
 
@@ -91,6 +96,17 @@ def _check_same(first: Input, binding: IoBinding, item: Input, other: IoBinding)
     if not follows or left[0] * batches[1] != right[0] * batches[0] or left[0] % batches[0]:
         raise _refused("a binding has another shape", first, item, name, left, right,
                        "export both with the same --depth and --max-context")
+
+
+def _state_nbytes(item: Input, buffer: g.Buffer, slots: int) -> int:
+    """Size of a recurrent state with a row for every slot of the combined core."""
+    own = item.manifest.contract.max_batch
+    if not own or buffer.fixed_bytes % own or buffer.size_terms:
+        raise CompatibilityError(
+            "COMBINE_BATCH", "the cores do not combine: a recurrent state has no row per slot",
+            where=f"{item.label}: buffer {buffer.name}", expected=f"a multiple of {own} bytes", got=buffer.fixed_bytes,
+            hint="export the core again")
+    return buffer.fixed_bytes // own * slots
 
 
 def _check_whole(item: Input, binding: IoBinding, buffer: g.Buffer) -> None:
