@@ -52,7 +52,7 @@ def export(
     device: Annotated[str, typer.Option("--device", help="cpu, or cuda:sm_90 to add that GPU.")] = "cpu",
     scope: Annotated[
         str | None,
-        typer.Option("--online-mxfp8-scope", help="Which target inputs become MXFP8: all, or kda-input."),
+        typer.Option("--online-mxfp8-scope", help="Target inputs that become MXFP8: all, kda-input or kda-input=qkv."),
     ] = None,
     draft_body: Annotated[
         str | None, typer.Option("--draft-body-quantization", help="mxfp8; absent: inherited.")

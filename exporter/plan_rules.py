@@ -19,6 +19,7 @@ BODY_FLAG, HEAD_FLAG, SCOPE_FLAG, DEPTH_FLAG = (
     "--draft-body-quantization", "--draft-head-quantization", "--online-mxfp8-scope", "--depth",
 )  # fmt: skip
 DEFAULT_SCOPE = "kda-input"
+SCOPE_ALIASES = {"kda-input=full": "kda-input"}
 _METHOD_REFUSALS = {
     "dspark": ("BODY_DSPARK", "a DSpark draft has no body conversion"),
     "dflash": ("BODY_DFLASH1", "a DFlash draft of the first kind has no body conversion"),
@@ -30,7 +31,8 @@ class PrecisionSettings:
     """What the user asked for; None is "not given".
 
     Attributes:
-        online_mxfp8_scope: scope of the target's online MXFP8 conversion, as its recipe declares them.
+        online_mxfp8_scope: scope of the target's online MXFP8 conversion, as its recipe declares them; `kda-input=full`
+            is another spelling of `kda-input`.
         draft_body: format of the DFlash2 body.
         draft_head: format of a separate proposal head.
         depth: proposals a step; 0 turns speculation off.
@@ -114,13 +116,14 @@ def own_quantization(asked: str) -> PlanError:
 def _scope(settings: PrecisionSettings, recipe: Recipe) -> tuple[str | None, Origin]:
     """The scope and its origin. Dense families declare no default scope: for them, not given is off."""
     declared = recipe.conversions.get(ONLINE_MXFP8, ())
-    asked = settings.online_mxfp8_scope
+    given = settings.online_mxfp8_scope
+    asked = SCOPE_ALIASES.get(given, given) if given is not None else None
     if asked is None:
         return (DEFAULT_SCOPE if DEFAULT_SCOPE in declared else None), Origin.DEFAULT
     if asked not in declared:
         raise PlanError(
             "SCOPE_UNDECLARED", f"recipe {recipe.name} does not declare this scope of online MXFP8", where=SCOPE_FLAG,
-            expected=" or ".join(declared) or "none", got=repr(asked), hint=f"leave {SCOPE_FLAG} out for the default",
+            expected=" or ".join(declared) or "none", got=repr(given), hint=f"leave {SCOPE_FLAG} out for the default",
         )
     return asked, Origin.FLAG
 

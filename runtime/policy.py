@@ -30,7 +30,7 @@ CANARY_FORMAT = "dflash-canary/1"
 MAX_POLICY_BYTES = 1 << 20
 PRECISIONS: Final = ("nvfp4", "mxfp8", "checkpoint")
 """From the coarsest to the finest."""
-SCOPES: Final = ("none", "kda-input", "all")
+SCOPES: Final = ("none", "kda-input", "kda-input=qkv", "all")
 
 
 @dataclass(frozen=True, slots=True)

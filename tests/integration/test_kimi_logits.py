@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
+from exporter.plan import PrecisionSettings
 from runtime import LoadedCore
 from runtime.ops import DType
+from tests.exporter.test_kimi_scopes import in_scope
 from tests.integration.cores import Signer, make_core, recipe_without_conversion
 from tests.integration.drive import Lane
 from tests.integration.watch import random_tokens
@@ -145,6 +148,53 @@ def test_prompt_and_decoding_give_the_bytes_of_one_prefill(exported: Exported, c
     rows = [lane.decode(token) for token in exported.tokens[PROMPT:]]
 
     assert rows[-1].tobytes() == whole
+
+
+@pytest.mark.parametrize("scope", ["kda-input=qkv", "kda-input", "all"])
+def test_logits_of_a_converted_target_are_those_of_its_decoded_weights(signer: Signer, tmp_path: Path,
+                                                                       scope: str) -> None:
+    """The oracle's weights are converted here: those, and only those, that the tensor table puts in the scope."""
+    weights = write_target(tmp_path / "target", K3)
+    as_stored = {name: mxfp8(value) if in_scope(name, scope, K3) and value.shape[-1] % 32 == 0 else value.numpy()
+                 for name, value in weights.items()}
+    tokens = random_tokens(70, seed=5)
+    expected = Kimi(K3, as_stored).forward(tokens).logits
+    with make_core(signer, tmp_path / "core", tmp_path / "target",
+                   settings=PrecisionSettings(online_mxfp8_scope=scope)) as core:
+        lane = Lane(core, limit=72)
+        rows = [lane.prefill(tokens[:1]), *(lane.decode(token) for token in tokens[1:])]
+
+    assert _error(np.array(rows), expected) <= LOGIT_BOUND
+
+
+def mxfp8(weight: torch.Tensor) -> npt.NDArray[np.float32]:
+    """The values that MXFP8 keeps of a matrix: E4M3 times a power of two per 32 of a row, rounded up."""
+    blocks = weight.numpy().reshape(len(weight), -1, 32)
+    scale = np.exp2(np.ceil(np.log2(np.abs(blocks).max(-1, keepdims=True) / 448)))
+    codes = (blocks / scale).astype(ml_dtypes.float8_e4m3fn)
+    decoded: npt.NDArray[np.float32] = (codes.astype(np.float32) * scale).reshape(weight.shape)
+    return decoded
+
+
+@pytest.mark.parametrize("where", ["text_config", "top"])
+def test_experts_published_in_mxfp4_keep_their_bytes_and_their_meaning(signer: Signer, tmp_path: Path,
+                                                                       where: str) -> None:
+    published = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    config = {**K3, "quantization_config": published} if where == "top" else k3(quantization_config=published)
+    weights = write_target(tmp_path / "target", config, packed_experts=True)
+    tokens = random_tokens(40, seed=5)
+    expected = Kimi(config, {n: w.numpy() for n, w in weights.items()}).forward(tokens).logits
+    recipe = recipe_without_conversion("kimi-k3", tmp_path)
+    with make_core(signer, tmp_path / "core", tmp_path / "target", recipe=recipe) as core:
+        lane = Lane(core, limit=42)
+        rows = [lane.prefill(tokens[:1]), *(lane.decode(token) for token in tokens[1:])]
+        views = {view.name: view for view in core.manifest.tensor_views}
+
+    assert _error(np.array(rows), expected) <= LOGIT_BOUND
+    codes, scale = (views[f"target.layers.1.experts.gate_up{suffix}"] for suffix in ("", "_scale"))
+    assert (codes.dtype, list(codes.shape), list(scale.shape)) == ("u8", [8 * 2 * 32, 16], [8 * 2 * 32, 1])
+    assert codes.recipe == "keep-rows/1+mxfp4-e2m1-ue8m0-k32"
+    assert codes.source_tensors[1] == "language_model.model.layers.1.block_sparse_moe.experts.0.w3.weight_packed"
 
 
 def test_bf16_weights_and_activations_keep_the_oracles_choice(signer: Signer, tmp_path: Path) -> None:

@@ -167,12 +167,14 @@ def published_name(config: Mapping[str, Any], bare: str) -> str:
 
 
 def write_target(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32,
-                 a_log_dtype: torch.dtype = torch.float32, dense_spelling: str = "mlp") -> dict[str, torch.Tensor]:
+                 a_log_dtype: torch.dtype = torch.float32, dense_spelling: str = "mlp",
+                 packed_experts: bool = False) -> dict[str, torch.Tensor]:
     """Write a checkpoint and return its text weights by bare name.
 
     Args:
         dtype: of all but A_log, dt_bias, the router and its bias: the last three stay fp32.
         dense_spelling: how the dense layers' MLP is spelled: `mlp`, or `block_sparse_moe` as transformers writes it.
+        packed_experts: routed experts as MXFP4, as Kimi K3 publishes them; what is returned are the decoded weights.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _values(name, shape, generator) for name, shape in text_shapes(config).items()}
@@ -181,6 +183,12 @@ def write_target(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtyp
         weights[name] = value.to(a_log_dtype if name.endswith("A_log") else torch.float32 if fp32 else dtype)
     named = {published_name(config, name): value for name, value in weights.items()}
     named = {name.replace(".mlp.", f".{dense_spelling}."): value for name, value in named.items()}
+    if packed_experts:
+        for name in [n for n in weights if ".experts." in n]:
+            codes, scales, weights[name] = _mxfp4(tuple(weights[name].shape), generator)
+            stem = published_name(config, name).removesuffix("weight")
+            del named[f"{stem}weight"]
+            named |= {f"{stem}weight_packed": codes, f"{stem}weight_scale": scales}
     if "vision_config" in config:
         named |= {name: _values(name, shape, generator).to(dtype) for name, shape in vision_shapes(config).items()}
     folder.mkdir(parents=True)
@@ -188,6 +196,17 @@ def write_target(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtyp
               metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return weights
+
+
+def _mxfp4(shape: tuple[int, int], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random codes (two a byte, low nibble first), a power of two per 32 of a row, and the weights that they mean."""
+    rows, cols = shape
+    nibbles = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    scales = torch.randint(123, 126, (rows, cols // 32), generator=generator, dtype=torch.uint8)
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(nibbles & 7).long()]
+    values = torch.where(nibbles >= 8, -magnitude, magnitude)
+    values = values * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1)
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, scales, values
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
