@@ -14,7 +14,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo bench test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert bench-vision test-page soak clean
+.PHONY: help setup demo bench test lint fmt proto goldens bench-cpu bench-gpu test-gpu bench-verify fuzz bench-convert bench-vision bench-kimi test-page soak clean
 
 help:  ## this list
 	@echo "usage: make TARGET"
@@ -75,6 +75,9 @@ bench-convert: $(READY)  ## conversion speed beside torchao's and a plain copy's
 
 bench-vision: $(READY)  ## speed of images, from a JPEG to embeddings, on this CPU, as JSON on stdout
 	@$(BIN)/python scripts/bench_vision.py
+
+bench-kimi: $(READY)  ## the Kimi family: planning Kimi K3, bytes of its state, ops at its shapes, as JSON on stdout
+	@$(BIN)/python scripts/bench_kimi.py
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -116,6 +116,21 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much a loader that decides nothing else makes room for.
+
+    Attributes:
+        kv_tokens: tokens of all sequences together.
+        snapshot_slots: states of prompts that were seen; 0 for a target without recurrent states.
+        state_nbytes: one sequence's recurrent states, and so one snapshot.
+    """
+
+    kv_tokens: int
+    snapshot_slots: int
+    state_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SignerSummary:
     """A trusted signer whose signature verified and counts."""
 
@@ -143,6 +158,7 @@ class CoreReport:
     components: Sequence[Component]
     graphs: Sequence[GraphSummary]
     memory: Sequence[Memory]
+    capacity: Capacity
     weights: Sequence[Weights]
     signers: Sequence[SignerSummary]
 
@@ -231,6 +247,7 @@ def _report(
         components=components_of(manifest),
         graphs=_graphs(manifest, graph_sets),
         memory=_memory(manifest),
+        capacity=_capacity(manifest),
         weights=_weights(manifest.tensor_views),
         signers=signers or (),
     )
@@ -276,6 +293,13 @@ def _histogram(graph: Graph, nodes: Iterable[GraphNode], kernels: Mapping[int, s
         else:
             counts[NodeKind.Name(node.kind).lower()] += 1
     return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _capacity(manifest: RebuildManifest) -> Capacity:
+    counts = {s.name: s.default_value if s.HasField("default_value") else s.minimum for s in manifest.symbols}
+    contract = manifest.contract
+    return Capacity(counts.get("kv_pages", 0) * contract.page_tokens, counts.get("snapshots", 0),
+                    contract.state_bytes_per_slot)
 
 
 def _memory(manifest: RebuildManifest) -> tuple[Memory, ...]:

@@ -6,12 +6,12 @@ Model code says `fwd.linear(x, "target.layers.0.qkv", "qkv")`; which op that is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_core.errors import CaptureError
 from dflash_core.formats import Format
 
-from exporter.program.builder import GraphRecorder, Symbol, Tensor
+from exporter.program.builder import GraphRecorder, Program, Symbol, Tensor
 from exporter.weights import Raw
 from runtime.ops import DType
 
@@ -73,11 +73,30 @@ class StateSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Places for the states of one slot each, and how many there are."""
+
+    arena: Tensor
+    count: Symbol
+
+
+@dataclass(frozen=True, slots=True)
 class TargetMemory:
-    """What a target keeps between steps: its cache, and the state of each recurrent layer by its number."""
+    """What a target keeps between steps: its cache, the state of each recurrent layer by its number, and snapshots."""
 
     cache: PagedCache
     states: Mapping[int, StateSlots]
+    snapshots: Snapshots | None = None
+
+    @classmethod
+    def of(cls, program: Program, cache: PagedCache, states: Mapping[int, StateSlots], snapshots: int) -> TargetMemory:
+        """Add an arena of snapshots, this many unless a loader decides otherwise, where there are states."""
+        memory = cls(cache, states)
+        if not states:
+            return memory
+        count = program.symbol("snapshots", minimum=1, maximum=2**20, default=snapshots)
+        return replace(memory, snapshots=Snapshots(program.arena("snapshots", count, memory.state_bytes_per_slot),
+                                                   count))
 
     @property
     def state_bytes_per_slot(self) -> int:

@@ -21,6 +21,11 @@ def cache_layer_values(config: AnyTarget) -> tuple[int, int]:
     return config.num_layers, 2 * config.num_kv_heads * config.head_dim
 
 
+def has_state(config: AnyTarget) -> bool:
+    """Whether a sequence has recurrent states, beside what is cached."""
+    return isinstance(config, KimiConfig)
+
+
 def state_slots(program: Program, config: AnyTarget, max_slots: int, act: DType) -> dict[int, StateSlots]:
     """Add the recurrent state of the layers that have one."""
     return kimi.state_slots(program, config, max_slots, act) if isinstance(config, KimiConfig) else {}

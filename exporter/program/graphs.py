@@ -6,6 +6,7 @@
 | draft   | batch           | block forward over the context, candidates, proposals and their probabilities          |
 | verify  | batch x (1 + k) | target forward, accept, next anchor, taps of the accepted rows to draft context        |
 | decode  | batch           | target forward of the anchor, next token                                               |
+| save, restore | one sequence | its recurrent states, copied to a snapshot or from it; absent without states        |
 
 Every graph reads positions and lengths from buffers, so one graph serves every length.
 """
@@ -13,7 +14,7 @@ Every graph reads positions and lengths from buffers, so one graph serves every 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dflash_core.v1 import graph_pb2
 
@@ -25,6 +26,8 @@ from exporter.models.target import AnyTarget
 from exporter.program.builder import GraphRecorder, OpCall, Program, Tensor
 from exporter.program.serving import ServingBuffers, ServingShape, inputs, outputs, serving_buffers
 from runtime.ops import DType
+
+SNAPSHOTS_PER_SLOT = 2  # places for states of prompts that were seen, unless a loader decides otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,13 @@ class _Recorder:
                  weights: Mapping[str, StoredWeight], shape: ServingShape, act: DType) -> None:
         self.program, self.target, self.draft = program, target, draft
         self.weights, self.shape, self.act = weights, shape, act
-        self.buffers = serving_buffers(program, shape)
+        self.buffers = serving_buffers(program, shape, has_state=models.has_state(target))
         self.calls: list[tuple[OpCall, ...]] = []
         pages = shape.max_batch * shape.max_pages
         self.kv_pages = program.symbol("kv_pages", minimum=shape.max_pages, maximum=2**31 - 1, default=pages)
-        self.memory = TargetMemory(self._cache("target_kv", *models.cache_layer_values(target)),
-                                   models.state_slots(program, target, shape.max_batch, act))
+        cache = self._cache("target_kv", *models.cache_layer_values(target))
+        self.memory = TargetMemory.of(program, cache, models.state_slots(program, target, shape.max_batch, act),
+                                      SNAPSHOTS_PER_SLOT * shape.max_batch)
         self.draft_cache = None if draft is None else self._cache(
             "draft_kv", draft.config.num_layers, 2 * draft.config.num_kv_heads * draft.config.head_dim)
 
@@ -82,6 +86,8 @@ class _Recorder:
 
     def record(self, batches: Sequence[int]) -> RecordedProgram:
         graphs = [self._prefill()]
+        if self.memory.states:
+            graphs += [self._copy_states("save"), self._copy_states("restore")]
         for batch in batches:
             if self.draft is not None:
                 graphs += [self._draft(batch), self._verify(batch)]
@@ -89,6 +95,22 @@ class _Recorder:
         kv_bytes = self.memory.cache.page_bytes + (self.draft_cache.page_bytes if self.draft_cache else 0)
         return RecordedProgram(self.program, tuple(graphs), tuple(self.calls), self.buffers, kv_bytes,
                                self.memory.state_bytes_per_slot)
+
+    def _copy_states(self, role: str) -> graph_pb2.Graph:
+        """Copy every state of one slot to a snapshot, or from it."""
+        assert self.buffers.snapshot is not None and self.memory.snapshots is not None
+        graph = GraphRecorder(self.program, role, role=role, batch=1, query_tokens=1, load_priority=1)
+        op, offset = ("dflash.save_slot/1" if role == "save" else "dflash.load_slot/1"), 0
+        for layer_idx, slots in self.memory.states.items():
+            for rows in (slots.window, slots.state):
+                row_bytes = rows.nbytes // self.shape.max_batch
+                graph.call(op, {"slots": self.buffers.slots.rows(0, 1), "snapshot": self.buffers.snapshot,
+                                "rows": replace(rows, dtype=DType.U8, shape=(self.shape.max_batch, row_bytes)),
+                                "places": replace(self.memory.snapshots.arena, offset=offset)},
+                           label=f"target.layers.{layer_idx}", max_slots=self.shape.max_batch, row_bytes=row_bytes,
+                           snapshot_bytes=self.memory.state_bytes_per_slot, snapshots=self.memory.snapshots.count)
+                offset += row_bytes
+        return self._finish(graph)
 
     def _finish(self, graph: GraphRecorder) -> graph_pb2.Graph:
         recorded = graph.graph

@@ -59,6 +59,7 @@ class ServingBuffers:
     proposals: Tensor | None = None       # i32 [max_batch, depth], out
     proposal_ids: Tensor | None = None    # i32 [max_batch, depth, candidates], out
     proposal_probs: Tensor | None = None  # f32 [max_batch, depth, candidates], out
+    snapshot: Tensor | None = None        # i32 [1], host in: the place of a saved state; absent without states
 
     def sampling(self) -> dict[str, Tensor]:
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "seed": self.seed}
@@ -70,12 +71,17 @@ class ServingBuffers:
                                self.proposal_probs.rows(0, batch))
 
 
-HOST_INPUTS = ("slots", "limit", "page_table", "temperature", "top_p", "top_k", "seed", "chunk_tokens", "chunk_count")
+HOST_INPUTS = ("slots", "limit", "page_table", "temperature", "top_p", "top_k", "seed", "chunk_tokens", "chunk_count",
+               "snapshot")
 STATE = ("length", "anchor")
 
 
-def serving_buffers(program: Program, shape: ServingShape) -> ServingBuffers:
-    """Add the serving buffers to the program."""
+def serving_buffers(program: Program, shape: ServingShape, *, has_state: bool = False) -> ServingBuffers:
+    """Add the serving buffers to the program.
+
+    Args:
+        has_state: the target has recurrent states, of which snapshots are taken.
+    """
     slots, rows = shape.max_batch, shape.max_batch * shape.block_rows
     i32, f32 = DType.I32, DType.F32
     io = program.io
@@ -102,6 +108,8 @@ def serving_buffers(program: Program, shape: ServingShape) -> ServingBuffers:
         made["proposals"] = io("proposals", i32, drafted)
         made["proposal_ids"] = io("proposal_ids", i32, (*drafted, shape.candidates))
         made["proposal_probs"] = io("proposal_probs", f32, (*drafted, shape.candidates))
+    if has_state:
+        made["snapshot"] = io("snapshot", i32, (1,))
     return ServingBuffers(**made)
 
 

@@ -19,6 +19,7 @@ from dflash_core.errors import CompatibilityError, QualityError, UsageError
 
 from runtime.core import Core
 from runtime.engine.pages import PagePool
+from runtime.engine.prefix import Node, PrefixCache
 from runtime.engine.sequence import Completion, Request, Sequence, StepKind, StepRecord, TokenLogprob
 
 
@@ -59,6 +60,7 @@ class Engine:
 
     Attributes:
         times: of the last step.
+        prefix: prompts that were seen, for a core that takes snapshots of its recurrent states; else None.
     """
 
     def __init__(self, core: Core, *, record_candidates: bool = True) -> None:
@@ -69,6 +71,8 @@ class Engine:
         self.max_context: int = contract.max_context
         self.max_batch: int = contract.max_batch
         self.pages = PagePool(core.symbols["kv_pages"])
+        snapshots = core.symbols.get("snapshots", 0)
+        self.prefix = PrefixCache(self.page_tokens, snapshots) if snapshots else None
         self.times = StepTimes()
         self._spent: dict[str, float] = {}
         self._free_slots = list(range(self.max_batch - 1, -1, -1))
@@ -186,23 +190,64 @@ class Engine:
         return -(-sequence.limit // self.page_tokens)
 
     def _admit(self) -> None:
-        while self._waiting and self._free_slots and self._pages_needed(self._waiting[0]) <= self.pages.available:
-            sequence = self._waiting.popleft()
+        while self._waiting and self._free_slots:
+            sequence = self._waiting[0]
+            prefix = self.prefix.match(sequence.prompt) if self.prefix is not None else None
+            if not self._take_pages(sequence, prefix):
+                return
+            self._waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            sequence.pages = self.pages.take(self._pages_needed(sequence))
             self._running.append(sequence)
             put, slot, request = self.core.put, sequence.slot, sequence.request
-            put("length", slot, [0])
+            put("length", slot, [sequence.taken_over])
             put("limit", slot, [sequence.limit])
             put("page_table", slot * self._max_pages, sequence.pages + [0] * (self._max_pages - len(sequence.pages)))
             put("temperature", slot, [request.temperature])
             put("top_p", slot, [request.top_p])
             put("top_k", slot, [request.top_k])
             put("seed", slot, [request.seed])
+            if prefix is not None and prefix.snapshot is not None:
+                self._copy_state("restore", sequence, prefix.snapshot)
+
+    def _take_pages(self, sequence: Sequence, prefix: Node | None) -> bool:
+        """Give a sequence its pages: those of a prefix that was seen, and its own for the rest; False when there are
+        not enough, even without what the cache can spare."""
+        shared = [node.page for node in prefix.path()][::-1] if prefix is not None else []
+        if self.prefix is not None and prefix is not None:
+            self.prefix.hold(prefix)
+        count = self._pages_needed(sequence) - len(shared)
+        missing = count - self.pages.available
+        if missing > (0 if self.prefix is None else self.prefix.evictable()):
+            if self.prefix is not None and prefix is not None:
+                self.prefix.release(prefix)
+            return False
+        if self.prefix is not None and missing > 0:
+            self.pages.give_back(self.prefix.evict(missing))
+        sequence.pages = shared + self.pages.take(count)
+        sequence.prefix, sequence.shared_pages = prefix, set(shared)
+        sequence.prefilled = sequence.taken_over = prefix.depth if prefix is not None else 0
+        return True
+
+    def _remember(self, sequence: Sequence) -> None:
+        """File the pages of a prompt up to where it was run, and a snapshot of the state there."""
+        assert self.prefix is not None
+        node, taken = self.prefix.extend(sequence.prefix, sequence.prompt, sequence.prefilled, sequence.pages)
+        sequence.prefix = node
+        sequence.shared_pages |= set(taken)
+        place = self.prefix.place_snapshot(node)
+        if place is not None:
+            self._copy_state("save", sequence, place)
+
+    def _copy_state(self, role: str, sequence: Sequence, place: int) -> None:
+        self.core.put("snapshot", 0, [place])
+        self.core.put("slots", 0, [sequence.slot] + [-1] * (self.max_batch - 1))
+        self.core.graph(role, 1).run()
 
     def _release(self, sequence: Sequence) -> None:
-        self.pages.give_back(sequence.pages)
-        sequence.pages = []
+        self.pages.give_back([page for page in sequence.pages if page not in sequence.shared_pages])
+        if self.prefix is not None and sequence.prefix is not None:
+            self.prefix.release(sequence.prefix)
+        sequence.pages, sequence.prefix, sequence.shared_pages = [], None, set()
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -230,6 +275,8 @@ class Engine:
         self.core.put("chunk_count", 0, [len(chunk)])
         self._launch("prefill", [sequence])
         sequence.prefilled += len(chunk)
+        if self.prefix is not None and sequence.prefilled % self.page_tokens == 0:
+            self._remember(sequence)
         if sequence.prefilled < len(sequence.prompt):
             return []
         self._produced([sequence], "prefill")

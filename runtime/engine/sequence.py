@@ -7,6 +7,8 @@ from enum import Enum
 
 from dflash_core.errors import UsageError
 
+from runtime.engine.prefix import Node
+
 MAX_TOP_LOGPROBS = 20
 
 
@@ -115,12 +117,20 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in progress; the engine alone changes it. Two of equal requests are still two."""
+    """A request in progress; the engine alone changes it. Two of equal requests are still two.
+
+    Attributes:
+        prefix: the part of the prompt that it holds in the prefix cache, whose pages are in `shared_pages`.
+        taken_over: prompt tokens that an earlier prompt had already run.
+    """
 
     prompt: tuple[int, ...]
     request: Request
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    prefix: Node | None = None
+    shared_pages: set[int] = field(default_factory=set)
+    taken_over: int = 0
     prefilled: int = 0
     tokens: list[int] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)

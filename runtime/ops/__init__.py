@@ -21,6 +21,7 @@ from runtime.ops import (
     rows,
     selector,
     short_conv,
+    slot_copy,
     vision,
 )
 from runtime.ops.registry import (
@@ -74,5 +75,6 @@ __all__ = [
     "rows",
     "selector",
     "short_conv",
+    "slot_copy",
     "vision",
 ]

@@ -21,7 +21,8 @@ from tests.integration.cores import Signer, make_core, recipe_without_conversion
 from tests.integration.drive import Lane
 from tests.integration.watch import random_tokens
 from tests.oracles.kimi_numpy import Kimi
-from tests.oracles.kimi_pair import K3, KIMI_LINEAR, write_target
+from tests.oracles.kimi_pair import K3, KIMI_LINEAR, TAPS, make_pair, write_target
+from tests.oracles.zlab_pair import HIDDEN, PairSpec
 
 TOKENS, PROMPT = 150, 100
 LAYER_BOUND = 1e-5   # of the largest value that the layer reads
@@ -195,6 +196,22 @@ def test_experts_published_in_mxfp4_keep_their_bytes_and_their_meaning(signer: S
     assert (codes.dtype, list(codes.shape), list(scale.shape)) == ("u8", [8 * 2 * 32, 16], [8 * 2 * 32, 1])
     assert codes.recipe == "keep-rows/1+mxfp4-e2m1-ue8m0-k32"
     assert codes.source_tensors[1] == "language_model.model.layers.1.block_sparse_moe.experts.0.w3.weight_packed"
+
+
+@pytest.mark.parametrize("config", [KIMI_LINEAR, K3], ids=["linear", "k3"])
+def test_taps_are_what_the_next_layer_reads(signer: Signer, tmp_path: Path, config: Mapping[str, Any]) -> None:
+    """Under attention residuals that is the mixture before its norm, and not the running sum, which is another row."""
+    pair = make_pair(tmp_path, config, PairSpec(block_size=4, fit_steps=0), lambda target, prompt: [])
+    tokens = random_tokens(50, seed=5)
+    run = pair.model.forward(tokens)
+    recipe = recipe_without_conversion("kimi-k3" if config is K3 else "kimi-linear", tmp_path)
+    with make_core(signer, tmp_path / "core", pair.target_path, pair.draft_path, recipe=recipe) as core:
+        Lane(core, limit=60).prefill(tokens)
+        buffer = next(b for b in core.manifest.buffers if b.name == "features")
+        features = core.memory[buffer.buffer_id].view(np.float32).reshape(-1, len(TAPS), HIDDEN)[:len(tokens)]
+
+    for index, tap in enumerate(TAPS):
+        assert _whole_error(features[:, index], run.reads[tap + 1]) <= LAYER_BOUND, tap
 
 
 def test_bf16_weights_and_activations_keep_the_oracles_choice(signer: Signer, tmp_path: Path) -> None:
