@@ -235,8 +235,9 @@ def _draft_rules(inputs: Sequence[Input]) -> Iterable[Rule]:
 
 
 def _draft_side(core: str, manifest: RebuildManifest) -> Side:
-    draft = manifest.speculation.draft
-    return _plain(core, f"{manifest.speculation.method} {draft.repository or draft.architecture} {_files_text(draft)}")
+    draft, taps = manifest.speculation.draft, manifest.speculation.tap_source
+    text = f"{manifest.speculation.method} {draft.repository or draft.architecture} {_files_text(draft)}"
+    return _plain(core, f"{text} taps of the {taps}" if taps else text)
 
 
 def _graph_names(inputs: Sequence[Input], label: str, roles: tuple[str, ...]) -> frozenset[str]:

@@ -25,6 +25,7 @@ RENAMED = {
 IGNORED = re.compile(r"t2d|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 FUSED = re.compile(r".*\.(qkv_proj|gate_up_proj)\.weight")
 EMBEDDING_COPY, HEAD_COPY = "embed_tokens.weight", "lm_head.weight"
+NESTED_TABLES = {EMBEDDING_COPY: "language_model.model.embed_tokens.weight", HEAD_COPY: "language_model.lm_head.weight"}
 
 
 def draft_tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
@@ -104,7 +105,7 @@ def check_draft_tensors(checkpoint: Checkpoint, config: DraftConfig, target: Che
     }
     names = claim_tensors(checkpoint, draft_tensor_shapes(config), body)
     for name, canonical in copies.items():
-        original = EMBEDDING_NAME if canonical == EMBEDDING_COPY else head_tensor_name(target)
+        original = _target_table(target, canonical)
         if original not in target.tensors or not same_bytes(checkpoint, name, target, original):
             raise CheckpointError(
                 "DRAFT_OWN_TABLE", f"draft's {canonical} is not a copy of the target's", where=f"{name} in"
@@ -112,6 +113,14 @@ def check_draft_tensors(checkpoint: Checkpoint, config: DraftConfig, target: Che
                 hint="a draft with an embedding or head of its own is another format, which is not supported",
             )
     return names
+
+
+def _target_table(target: Checkpoint, canonical: str) -> str:
+    """The target's embedding table or output head, which some families nest in a language model."""
+    nested = NESTED_TABLES[canonical]
+    if nested in target.tensors:
+        return nested
+    return EMBEDDING_NAME if canonical == EMBEDDING_COPY else head_tensor_name(target)
 
 
 def canonical_name(name: str) -> str:

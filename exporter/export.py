@@ -26,7 +26,7 @@ from exporter.draft_tensors import check_draft_tensors
 from exporter.kimi_config import KimiConfig, is_kimi, read_kimi_config
 from exporter.models import dense, dflash2, kimi_weights
 from exporter.models.context import StoredWeight
-from exporter.models.target import AnyTarget, head_name
+from exporter.models.target import AnyTarget, head_name, tap_source
 from exporter.package import FIRST_GPU_MODULE, CoreIdentity, SourceModel, UnsignedCore, write_core
 from exporter.plan import PlannedTensor, PrecisionPlan, plan_precision
 from exporter.plan_families import planned_only, refuse_export, report_family
@@ -368,17 +368,18 @@ def _identity(models: OpenedModels, plan: PrecisionPlan, request: ExportRequest,
                              read_architecture(models.target.config))
         source = None if draft is None else SourceModel(
             draft.checkpoint, hash_files(draft.checkpoint, on_bytes), read_architecture(draft.checkpoint.config))
+    speculation = _speculation(draft.config, shape, plan.recorded, tap_source(models.target_config)) if draft else None
     files = len(target.files) + (len(source.files) if source else 0)
     watch.done("identify", f"{files} checkpoint files   {_size(total)} hashed")
     return CoreIdentity(
         core_name=name, release=request.release, target=target, draft=source,
-        speculation=_speculation(draft.config, shape, plan.recorded) if draft else None,
+        speculation=speculation,
         online_quantization=plan.recorded.online_quantization, online_mxfp8_scope=plan.recorded.online_mxfp8_scope,
         tuning_identity=plan.tuning_identity, arguments=_arguments(request))
 
 
-def _speculation(config: DraftConfig, shape: ServingShape,
-                 recorded: RecordedPrecision) -> manifest_pb2.RebuildSpeculation:
+def _speculation(config: DraftConfig, shape: ServingShape, recorded: RecordedPrecision,
+                 taps: str | None) -> manifest_pb2.RebuildSpeculation:
     """Recorded as asked for, never as what it means; absent fields keep their meaning."""
     message = manifest_pb2.RebuildSpeculation(
         method=config.method.value, draft_depth=shape.depth, block_size=config.block_size, acceptance_rule="rejection")
@@ -390,6 +391,8 @@ def _speculation(config: DraftConfig, shape: ServingShape,
         message.output_multiplier = config.output_multiplier
     if config.final_logit_softcapping is not None:
         message.final_logit_softcapping = config.final_logit_softcapping
+    if taps is not None:
+        message.tap_source = taps
     if config.input_embedding_scale != 1:
         message.input_embedding_scale = config.input_embedding_scale
     if recorded.draft_body_quantization is not None:

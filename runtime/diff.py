@@ -162,7 +162,8 @@ _FORMAT_WORDS = {spec.view_format: fmt.value for fmt, spec in FORMATS.items() if
 _GLOBAL_SCALE = ".global_scale"
 _TENSOR_FIELDS = ("dtype", "format", "shape", "size_bytes", "recipe", "owner", "sha256")
 _SPECULATION_FIELDS = ("method", "draft_depth", "block_size", "candidate_top_k", "acceptance_rule", "conv_taps",
-                       "conv_group_size", "output_multiplier", "final_logit_softcapping", "input_embedding_scale")
+                       "conv_group_size", "output_multiplier", "final_logit_softcapping", "input_embedding_scale",
+                       "tap_source")
 
 
 @dataclass(frozen=True, slots=True)

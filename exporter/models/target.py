@@ -26,6 +26,11 @@ def has_state(config: AnyTarget) -> bool:
     return isinstance(config, KimiConfig)
 
 
+def tap_source(config: AnyTarget) -> str | None:
+    """What a draft's taps are taken from, as a core records it; None: the residual stream."""
+    return "residual-mixture" if isinstance(config, KimiConfig) and config.residual_block is not None else None
+
+
 def state_slots(program: Program, config: AnyTarget, max_slots: int, act: DType) -> dict[int, StateSlots]:
     """Add the recurrent state of the layers that have one."""
     return kimi.state_slots(program, config, max_slots, act) if isinstance(config, KimiConfig) else {}

@@ -63,6 +63,7 @@ def test_combined_core_serves_the_larger_batch_as_one_export_does(cores: Cores, 
         contract = combined.manifest.contract
         sizes = {b.name: b.fixed_bytes for b in combined.manifest.buffers if b.name.startswith("slot_")}
         assert contract.max_batch == 4
+        assert combined.manifest.speculation.tap_source == whole.manifest.speculation.tap_source == "residual-mixture"
         assert sum(sizes.values()) == 4 * contract.state_bytes_per_slot > 0
         expected = outputs(whole, speculation=False)
         assert outputs(combined, speculation=True) == outputs(combined, speculation=False) == expected

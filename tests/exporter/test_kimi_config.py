@@ -11,13 +11,17 @@ import pytest
 import torch
 from dflash_core.errors import CaptureError, CheckpointError, DflashError
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from exporter.checkpoint import open_checkpoint
+from exporter.draft_config import read_draft_config
+from exporter.draft_tensors import check_draft_tensors
 from exporter.export import ExportRequest, export
 from exporter.kimi_config import KimiConfig, KimiFamily, is_kimi, read_kimi_config
 from runtime.keys import generate_key, load_private_key
 from tests.exporter.small_checkpoints import checkpoint_of, without
-from tests.oracles.kimi_pair import K3, KIMI_LINEAR, write_target
+from tests.oracles.kimi_pair import K3, KIMI_LINEAR, TAPS, write_target
+from tests.oracles.zlab_pair import DraftKind, PairSpec, draft_class, draft_json, save_draft
 
 
 def read(config: dict[str, Any]) -> KimiConfig:
@@ -178,3 +182,27 @@ def _refusal(request: ExportRequest, folder: Path) -> DflashError:
         export(request, load_private_key(folder / "keys" / "key.pem"))
     assert sorted(path.name for path in folder.iterdir()) == ["keys", "target"]
     return caught.value
+
+
+def test_draft_may_carry_copies_of_the_nested_tables_and_no_others(tmp_path: Path) -> None:
+    weights = write_target(tmp_path / "target", K3)
+    make_draft(tmp_path / "draft", weights["embed_tokens.weight"], weights["lm_head.weight"])
+    target = open_checkpoint(tmp_path / "target")
+    draft = open_checkpoint(tmp_path / "draft")
+    config = read_draft_config(draft, read_kimi_config(target))
+
+    names = check_draft_tensors(draft, config, target)
+    assert "embed_tokens.weight" in draft.tensors and "embed_tokens.weight" not in names
+
+    make_draft(tmp_path / "other", weights["embed_tokens.weight"] + 1, weights["lm_head.weight"])
+    with pytest.raises(CheckpointError, match="not a copy of the target's"):
+        check_draft_tensors(open_checkpoint(tmp_path / "other"), config, target)
+
+
+def make_draft(folder: Path, embedding: torch.Tensor, head: torch.Tensor) -> None:
+    """A random draft with tables of its own."""
+    config = draft_json(PairSpec(block_size=4), target_layers=6, taps=TAPS)
+    draft = draft_class(DraftKind.DFLASH2)(Qwen3Config(**config))
+    save_draft(draft, config, folder)
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), "embed_tokens.weight": embedding, "lm_head.weight": head.clone()}, path)

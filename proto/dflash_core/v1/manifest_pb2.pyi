@@ -59,7 +59,7 @@ class RebuildManifest(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., core_name: _Optional[str] = ..., target: _Optional[_Union[ModelIdentity, _Mapping]] = ..., speculation: _Optional[_Union[RebuildSpeculation, _Mapping]] = ..., parallelism: _Optional[_Union[Parallelism, _Mapping]] = ..., online_quantization: _Optional[str] = ..., online_mxfp8_scope: _Optional[str] = ..., files: _Optional[_Iterable[_Union[_weights_pb2.FileEntry, _Mapping]]] = ..., weight_blobs: _Optional[_Iterable[_Union[_weights_pb2.WeightBlob, _Mapping]]] = ..., tensor_views: _Optional[_Iterable[_Union[_weights_pb2.TensorView, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[_graph_pb2.Buffer, _Mapping]]] = ..., modules: _Optional[_Iterable[_Union[_graph_pb2.KernelModule, _Mapping]]] = ..., kernels: _Optional[_Iterable[_Union[_graph_pb2.Kernel, _Mapping]]] = ..., graph_files: _Optional[_Iterable[_Union[_graph_pb2.GraphFile, _Mapping]]] = ..., symbols: _Optional[_Iterable[_Union[_graph_pb2.Symbol, _Mapping]]] = ..., device_targets: _Optional[_Iterable[_Union[_graph_pb2.DeviceTarget, _Mapping]]] = ..., contract: _Optional[_Union[ServingContract, _Mapping]] = ..., provenance: _Optional[_Union[Provenance, _Mapping]] = ..., components: _Optional[_Iterable[_Union[CoreComponent, _Mapping]]] = ..., vision: _Optional[_Union[VisionIdentity, _Mapping]] = ..., tuning_identity: _Optional[bytes] = ..., required_features: _Optional[_Iterable[str]] = ..., release: _Optional[int] = ...) -> None: ...
 
 class RebuildSpeculation(_message.Message):
-    __slots__ = ("method", "draft_depth", "block_size", "draft", "candidate_top_k", "draft_head_quantization", "verify_head_precision", "acceptance_rule", "conv_taps", "conv_group_size", "output_multiplier", "final_logit_softcapping", "input_embedding_scale", "draft_body_quantization")
+    __slots__ = ("method", "draft_depth", "block_size", "draft", "candidate_top_k", "draft_head_quantization", "verify_head_precision", "acceptance_rule", "conv_taps", "conv_group_size", "output_multiplier", "final_logit_softcapping", "input_embedding_scale", "draft_body_quantization", "tap_source")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DEPTH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class RebuildSpeculation(_message.Message):
     FINAL_LOGIT_SOFTCAPPING_FIELD_NUMBER: _ClassVar[int]
     INPUT_EMBEDDING_SCALE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_BODY_QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    TAP_SOURCE_FIELD_NUMBER: _ClassVar[int]
     method: str
     draft_depth: int
     block_size: int
@@ -88,7 +89,8 @@ class RebuildSpeculation(_message.Message):
     final_logit_softcapping: float
     input_embedding_scale: float
     draft_body_quantization: str
-    def __init__(self, method: _Optional[str] = ..., draft_depth: _Optional[int] = ..., block_size: _Optional[int] = ..., draft: _Optional[_Union[ModelIdentity, _Mapping]] = ..., candidate_top_k: _Optional[int] = ..., draft_head_quantization: _Optional[str] = ..., verify_head_precision: _Optional[str] = ..., acceptance_rule: _Optional[str] = ..., conv_taps: _Optional[int] = ..., conv_group_size: _Optional[int] = ..., output_multiplier: _Optional[float] = ..., final_logit_softcapping: _Optional[float] = ..., input_embedding_scale: _Optional[float] = ..., draft_body_quantization: _Optional[str] = ...) -> None: ...
+    tap_source: str
+    def __init__(self, method: _Optional[str] = ..., draft_depth: _Optional[int] = ..., block_size: _Optional[int] = ..., draft: _Optional[_Union[ModelIdentity, _Mapping]] = ..., candidate_top_k: _Optional[int] = ..., draft_head_quantization: _Optional[str] = ..., verify_head_precision: _Optional[str] = ..., acceptance_rule: _Optional[str] = ..., conv_taps: _Optional[int] = ..., conv_group_size: _Optional[int] = ..., output_multiplier: _Optional[float] = ..., final_logit_softcapping: _Optional[float] = ..., input_embedding_scale: _Optional[float] = ..., draft_body_quantization: _Optional[str] = ..., tap_source: _Optional[str] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
     __slots__ = ("repository", "revision", "architecture", "files", "config", "tokenizer", "checkpoint_dtype", "license")
