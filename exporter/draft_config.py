@@ -54,12 +54,28 @@ class DraftLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftMla:
+    """Latent attention of a draft: ranks of query and key/value, and the parts of a head, of which rope_dim rotate."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @property
+    def row_width(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DraftConfig:
     """A draft that fits its target, with every default filled in.
 
     Attributes:
         method: DFlash, or DFlash2 with convolutions and a selector.
         num_heads, num_kv_heads, head_dim: num_heads · head_dim need not equal hidden_size.
+        mla: latent attention in place of grouped-query attention; None: the latter. head_dim is then that of a query.
         block_size: rows of a block: the anchor and block_size - 1 proposals.
         mask_token_id: row of the target's embedding table that stands in for a token to propose.
         target_layer_ids: decoder layers of the target whose output is tapped, from 0, in the order of fc's inputs.
@@ -98,6 +114,7 @@ class DraftConfig:
     selector_top_k: int | None
     has_own_quantization: bool
     notices: tuple[str, ...] = ()
+    mla: DraftMla | None = None
 
 
 def read_draft_config(draft: Checkpoint, target: DraftedTarget) -> DraftConfig:
@@ -129,8 +146,11 @@ def read_draft_config(draft: Checkpoint, target: DraftedTarget) -> DraftConfig:
         raise fields.wrong("mask_token_id", f"a row of the target's embedding table, below {target.vocab_size}")
 
     # 3. The body.
-    num_heads, num_kv_heads, head_dim = _heads(fields, hidden_size)
-    rope, rope_notices = read_rope(fields, head_dim=head_dim, first=RopeSpelling.FLAT)
+    mla = _mla(fields)
+    num_heads, num_kv_heads, head_dim = _heads(fields, hidden_size) if mla is None else (
+        fields.count("num_attention_heads"), 1, mla.nope_dim + mla.rope_dim)
+    rotated = head_dim if mla is None else mla.rope_dim
+    rope, rope_notices = read_rope(fields, head_dim=rotated, first=RopeSpelling.FLAT)
     layers, layer_notices = _layers(fields, num_layers, method, draft.config)
     block_size = fields.count("block_size", minimum=2)
     conv_kernel_size, conv_group_size = _conv(fields, method, block_size, hidden_size)
@@ -148,7 +168,7 @@ def read_draft_config(draft: Checkpoint, target: DraftedTarget) -> DraftConfig:
         conv_kernel_size=conv_kernel_size, conv_group_size=conv_group_size,
         selector_rank=selector_rank, selector_top_k=selector_top_k,
         has_own_quantization=fields.has("quantization_config"),
-        notices=admitted + merged.notices + tap_notices + rope_notices + layer_notices,
+        notices=admitted + merged.notices + tap_notices + rope_notices + layer_notices, mla=mla,
     )  # fmt: skip
 
 
@@ -217,6 +237,16 @@ def _tap_list(fields: Fields, key: str, shift: int) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(layer) is int for layer in value):
         raise fields.wrong(key, "a list of layer numbers")
     return tuple(layer - shift for layer in value)
+
+
+def _mla(fields: Fields) -> DraftMla | None:
+    if fields.get("attention_mode") != "mla":
+        return None
+    rope_dim = fields.count("qk_rope_head_dim", minimum=2)
+    if rope_dim % 2:
+        raise fields.wrong("qk_rope_head_dim", "an even number")
+    return DraftMla(q_rank=fields.count("q_lora_rank"), kv_rank=fields.count("kv_lora_rank"),
+                    nope_dim=fields.count("qk_nope_head_dim"), rope_dim=rope_dim, v_dim=fields.count("v_head_dim"))
 
 
 def _heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:

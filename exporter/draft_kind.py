@@ -48,7 +48,8 @@ KIMI_K3 = Refusal(
     "its attention has no rope and its MLP another activation: run as DFlash both would be lost",
 )
 MLA = Refusal(
-    "DRAFT_MLA", "attention_mode mla is not built yet", "only drafts with grouped-query attention are exported"
+    "DRAFT_MLA", "this draft has latent attention and does not say so",
+    "its config must have attention_mode mla, or it would be run with grouped-query attention",
 )
 MINIMAX = Refusal(
     "DRAFT_VARIANT", "MiniMaxDFlash2DraftModel is a DFlash2 variant that is not supported yet",
@@ -125,7 +126,7 @@ def recognise_draft(draft: Checkpoint, target_architecture: str = "") -> DraftMe
 
     # 2. Signs of a kind that would be misread.
     _refuse_dspark_keys(draft.config, where)
-    _refuse_tensor_signs(names, where)
+    _refuse_tensor_signs(names, where, says_mla(draft.config))
 
     # 3. DFlash2's own keys and tensors: all there or none.
     claim = f"architecture {architecture}" if claimed else f"speculators_model_type {speculators}"
@@ -209,10 +210,17 @@ def _refuse_dspark_keys(config: Mapping[str, Any], where: str) -> None:
         raise _refused(DSPARK, where, "model_type k3_dspark")
 
 
-def _refuse_tensor_signs(names: Iterable[str], where: str) -> None:
+def says_mla(config: Mapping[str, Any]) -> bool:
+    """Whether a draft's config asks for latent attention, flat or nested."""
+    nested = config.get("dflash_config")
+    found = config.get("attention_mode") or (nested.get("attention_mode") if isinstance(nested, dict) else None)
+    return found == "mla"
+
+
+def _refuse_tensor_signs(names: Iterable[str], where: str, is_mla: bool) -> None:
     for name in sorted(names):
         for pattern, refusal in TENSOR_SIGNS:
-            if pattern.fullmatch(name):
+            if pattern.fullmatch(name) and not (refusal is MLA and is_mla):
                 raise _refused(refusal, where, f"tensor {name}")
 
 

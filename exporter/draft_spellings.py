@@ -17,7 +17,7 @@ from dflash_core.errors import CheckpointError
 
 from exporter.checkpoint import CONFIG_NAME, Checkpoint
 from exporter.config_fields import Fields, short
-from exporter.draft_kind import DOMINO, MLA, Refusal
+from exporter.draft_kind import DOMINO, Refusal
 
 NESTED_KEY = "dflash_config"
 SPECULATORS_BODY_KEY = "transformer_layer_config"
@@ -33,6 +33,7 @@ NESTED_NAMES: Mapping[str, str] = {
             "use_swa", "attention_sink_bias", "attention_value_scale", "input_embedding_scale", "output_multiplier",
             "final_logit_softcapping", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
             "projector_type", "use_gemma_norm", "fc_norm", "attention_mode", "draft_vocab_size", "swa_window_size",
+            "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
         )
     },
     "is_causal": "causal",
@@ -100,7 +101,7 @@ def refuse_unsupported(draft: Checkpoint, fields: Fields) -> None:
     """Refuse a draft that asks for something which running it as plain DFlash would lose.
 
     Raises:
-        CheckpointError: DRAFT_DOMINO, DRAFT_MLA, or UNSUPPORTED_FIELD, UNSUPPORTED_TENSOR, UNSUPPORTED_FILE with the
+        CheckpointError: DRAFT_DOMINO, or UNSUPPORTED_FIELD, UNSUPPORTED_TENSOR, UNSUPPORTED_FILE with the
             field, its value and what would be lost.
     """
     where = str(draft.path)
@@ -109,7 +110,7 @@ def refuse_unsupported(draft: Checkpoint, fields: Fields) -> None:
         if value is not None and field.is_asked(value):
             raise _unsupported(fields.name(field.key), value, field.lost, where)
     _refuse_choice(fields, "projector_type", (), {"domino": DOMINO}, where)
-    _refuse_choice(fields, "attention_mode", ("gqa", "mha"), {"mla": MLA}, where)
+    _refuse_choice(fields, "attention_mode", ("gqa", "mha", "mla"), {}, where)
     for name in draft.tensors:
         lost = UNSUPPORTED_TENSORS.get(name.removesuffix(".weight").rsplit(".", 1)[-1])
         if lost is not None:

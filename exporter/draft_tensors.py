@@ -11,7 +11,7 @@ import re
 from dflash_core.errors import CheckpointError
 
 from exporter.checkpoint import Checkpoint, same_bytes
-from exporter.draft_config import DraftConfig
+from exporter.draft_config import DraftConfig, DraftMla
 from exporter.draft_kind import DraftMethod
 from exporter.target_config import EMBEDDING_NAME, head_tensor_name
 from exporter.tensor_claims import claim_tensors
@@ -35,14 +35,17 @@ def draft_tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.num_heads * head, config.num_kv_heads * head
+    attention: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (q_rows, hidden),
+        "k_proj.weight": (kv_rows, hidden),
+        "v_proj.weight": (kv_rows, hidden),
+        "o_proj.weight": (hidden, q_rows),
+        "q_norm.weight": (head,),
+        "k_norm.weight": (head,),
+    } if config.mla is None else _mla_shapes(config, config.mla)
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_rows, hidden),
-        "self_attn.k_proj.weight": (kv_rows, hidden),
-        "self_attn.v_proj.weight": (kv_rows, hidden),
-        "self_attn.o_proj.weight": (hidden, q_rows),
-        "self_attn.q_norm.weight": (head,),
-        "self_attn.k_norm.weight": (head,),
+        **{f"self_attn.{name}": shape for name, shape in attention.items()},
         "post_attention_layernorm.weight": (hidden,),
         "mlp.gate_proj.weight": (inner, hidden),
         "mlp.up_proj.weight": (inner, hidden),
@@ -129,6 +132,19 @@ def canonical_name(name: str) -> str:
     if bare.startswith("midlayer."):
         bare = "layers.0." + bare.removeprefix("midlayer.")
     return RENAMED.get(bare, bare)
+
+
+def _mla_shapes(config: DraftConfig, mla: DraftMla) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config.hidden_size, config.num_heads
+    return {
+        "q_a_proj.weight": (mla.q_rank, hidden),
+        "q_a_layernorm.weight": (mla.q_rank,),
+        "q_b_proj.weight": (heads * config.head_dim, mla.q_rank),
+        "kv_a_proj_with_mqa.weight": (mla.row_width, hidden),
+        "kv_a_layernorm.weight": (mla.kv_rank,),
+        "kv_b_proj.weight": (heads * (mla.nope_dim + mla.v_dim), mla.kv_rank),
+        "o_proj.weight": (hidden, heads * mla.v_dim),
+    }
 
 
 def _conv_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:

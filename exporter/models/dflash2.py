@@ -14,6 +14,7 @@ from dflash_core.formats import Format
 
 from exporter.draft_config import DraftConfig
 from exporter.draft_kind import DraftMethod
+from exporter.models import mla_draft
 from exporter.models.context import Forward, PagedCache
 from exporter.program.builder import Tensor
 from exporter.rope import rope_table, rotary_dims
@@ -21,6 +22,9 @@ from exporter.weights import WeightSpec
 from runtime.ops import DType
 
 PREPARE, FINISH = 0, 1
+GQA_WEIGHTS = {"qkv": ("q_proj", "k_proj", "v_proj"), "q_norm": ("q_norm",), "k_norm": ("k_norm",), "o": ("o_proj",)}
+MLA_WEIGHTS = {"mla_in": ("q_a_proj", "kv_a_proj_with_mqa"), "q_norm": ("q_a_layernorm",), "q_b": ("q_b_proj",),
+               "kv_norm": ("kv_a_layernorm",), "kv_b": ("kv_b_proj",), "o": ("o_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,11 @@ class ProposalBuffers:
 def candidates(config: DraftConfig) -> int:
     """Candidates per slot over which the draft's distribution is kept."""
     return config.selector_top_k or 1
+
+
+def cache_values(config: DraftConfig) -> int:
+    """Values that a layer stores per token of context."""
+    return 2 * config.num_kv_heads * config.head_dim if config.mla is None else config.mla.row_width
 
 
 def weight_specs(config: DraftConfig, names: Mapping[str, str], formats: Mapping[str, Format],
@@ -58,10 +67,8 @@ def weight_specs(config: DraftConfig, names: Mapping[str, str], formats: Mapping
         at, here = f"layers.{i}", f"layers.{i}"
         specs += [
             stored(f"{here}.input_norm", f"{at}.input_layernorm.weight"),
-            stored(f"{here}.qkv", *(f"{at}.self_attn.{p}_proj.weight" for p in "qkv")),
-            stored(f"{here}.q_norm", f"{at}.self_attn.q_norm.weight"),
-            stored(f"{here}.k_norm", f"{at}.self_attn.k_norm.weight"),
-            stored(f"{here}.o", f"{at}.self_attn.o_proj.weight"),
+            *(stored(f"{here}.{name}", *(f"{at}.self_attn.{source}.weight" for source in sources))
+              for name, sources in (GQA_WEIGHTS if config.mla is None else MLA_WEIGHTS).items()),
             stored(f"{here}.mlp_norm", f"{at}.post_attention_layernorm.weight"),
             stored(f"{here}.gate_up", f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"),
             stored(f"{here}.down", f"{at}.mlp.down_proj.weight"),
@@ -74,7 +81,7 @@ def weight_specs(config: DraftConfig, names: Mapping[str, str], formats: Mapping
         specs += [stored("selector.predecessor", "candidate_selector.predecessor_codebook"),
                   stored("selector.successor", "candidate_selector.successor_codebook"),
                   stored("selector.projection", "candidate_selector.hidden_projection.weight")]
-    table = rope_table(config.rope, config.head_dim, max_context)
+    table = rope_table(config.rope, _rotated_dims(config), max_context)
     specs.append(WeightSpec(name="draft.rope_table", blob="draft", owner="draft", checkpoint="draft", sources=(),
                             recipe="rope-table/1", format=Format.F32, shape=tuple(table.shape), data=table))
     return specs
@@ -84,6 +91,10 @@ def record_context(fwd: Forward, config: DraftConfig, cache: PagedCache, feature
     """Turn tap features into each layer's context K and V, stored at `positions`; rows at -1 are left out."""
     projected = fwd.linear(features, "draft.fc", "draft_feature")
     shared = fwd.rms_norm(projected, "draft.hidden_norm", config.rms_norm_eps, "draft_shared")
+    if config.mla is not None:
+        for i in range(config.num_layers):
+            mla_draft.record_context(fwd, config, config.mla, cache, shared, positions, i)
+        return
     table = fwd.plain("draft.rope_table")
     kv_rows = config.num_kv_heads * config.head_dim
     for i in range(config.num_layers):
@@ -160,7 +171,13 @@ def _rotation(fwd: Forward, config: DraftConfig) -> dict[str, int]:
             "act": fwd.act}
 
 
+def _rotated_dims(config: DraftConfig) -> int:
+    return config.head_dim if config.mla is None else config.mla.rope_dim
+
+
 def _attention(fwd: Forward, config: DraftConfig, cache: PagedCache, x: Tensor, layer_idx: int) -> Tensor:
+    if config.mla is not None:
+        return mla_draft.record_attention(fwd, config, config.mla, cache, x, layer_idx)
     here, rows, layer = f"draft.layers.{layer_idx}", fwd.rows, config.layers[layer_idx]
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     qkv = fwd.linear(x, f"{here}.qkv", "draft_qkv")

@@ -76,7 +76,7 @@ class _Recorder:
         self.memory = TargetMemory.of(program, cache, models.state_slots(program, target, shape.max_batch, act),
                                       SNAPSHOTS_PER_SLOT * shape.max_batch)
         self.draft_cache = None if draft is None else self._cache(
-            "draft_kv", draft.config.num_layers, 2 * draft.config.num_kv_heads * draft.config.head_dim)
+            "draft_kv", draft.config.num_layers, dflash2.cache_values(draft.config))
 
     def _cache(self, name: str, layers: int, values: int) -> PagedCache:
         layer_bytes = values * self.shape.page_tokens * self.act.bits // 8

@@ -75,7 +75,7 @@ class QueryTile:
         return result
 
 
-def _blank(keys: F32Array, values: F32Array, absent: Array) -> None:
+def blank(keys: F32Array, values: F32Array, absent: Array) -> None:
     """Zero the keys and values [pages, kv_heads, page_tokens, head_dim] that are `absent`, bool [pages, page_tokens]:
     a masked key's weight is 0, and 0 times what lies there must be 0."""
     for side in (keys, values):
@@ -110,7 +110,7 @@ def attention(a: Args) -> Step:
                 key_positions = np.arange(len(pages))[:, None] * cache.page_tokens + offset
                 visible = key_positions[:, None, :] <= padded[None, :, None]
                 keys, values = wide(cache.keys[pages]), wide(cache.values[pages])
-                _blank(keys[-1:], values[-1:], key_positions[-1:] > top)
+                blank(keys[-1:], values[-1:], key_positions[-1:] > top)
                 tile.load(q[first:last], padded[:count] >= 0)
                 out[first:last] = tile.attend(keys, values, visible, count)
 
@@ -162,19 +162,19 @@ def block_attention(a: Args) -> Step:
                 keys[count + i, :, :rows.stop - rows.start] = to_f32(k[rows]).transpose(1, 0, 2)
                 values[count + i, :, :rows.stop - rows.start] = to_f32(v[rows]).transpose(1, 0, 2)
             key_positions = np.concatenate([key_positions, block.reshape(block_pages, page)])
-            _blank(keys, values, key_positions < 0)
+            blank(keys, values, key_positions < 0)
             for first in range(base, base + block_rows, TILE_ROWS):
                 last = min(first + TILE_ROWS, base + block_rows)
                 query = np.full(TILE_ROWS, -1)
                 query[:last - first] = positions[first:last]
-                visible = _visible(query[None, :, None], key_positions[:, None, :], causal, window)
+                visible = visible_keys(query[None, :, None], key_positions[:, None, :], causal, window)
                 tile.load(q[first:last], query[:last - first] >= 0)
                 out[first:last] = tile.attend(keys, values, visible, last - first)
 
     return run
 
 
-def _visible(query: Array, key: Array, causal: bool, window: int) -> Array:
+def visible_keys(query: Array, key: Array, causal: bool, window: int) -> Array:
     """Which keys a query sees, by absolute position; -1 marks a dead query or an absent key."""
     seen: Array = (key >= 0) & (query >= 0)
     if causal:

@@ -343,9 +343,11 @@ REFUSALS = [
     pytest.param({**DRAFT, "hidden_act": "gelu"}, "UNSUPPORTED_FIELD", ['hidden_act "gelu"'], id="gelu"),
     pytest.param(nest(DRAFT, projector_type="domino"), "DRAFT_DOMINO", ["this is a Domino draft"], id="Domino"),
     pytest.param(nest(DRAFT, projector_type="mlp"), "UNSUPPORTED_FIELD", ["projector_type", '"mlp"'], id="projector"),
+    pytest.param(nest(DRAFT, attention_mode="mla"), "FIELD_MISSING", ["qk_rope_head_dim"], id="mla without sizes"),
     pytest.param(
-        nest(DRAFT, attention_mode="mla"), "DRAFT_MLA", ["attention_mode mla is not built yet"], id="mla",
+        nest(DRAFT, attention_mode="mla", qk_rope_head_dim=7), "FIELD_VALUE", ["an even number", "7"], id="odd half",
     ),
+    pytest.param(nest(DRAFT, attention_mode="MLA"), "UNSUPPORTED_FIELD", ["attention_mode", '"MLA"'], id="shouted mla"),
     pytest.param(nest(DRAFT, attention_mode="nsa"), "UNSUPPORTED_FIELD", ["attention_mode", '"nsa"'], id="nsa"),
     pytest.param(
         {**DRAFT, "hidden_size": 96}, "DRAFT_HIDDEN_SIZE", ["hidden_size", "expected 64, got 96"], id="hidden size",

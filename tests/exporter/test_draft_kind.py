@@ -101,7 +101,7 @@ REFUSALS = [
             ("embed_proj.weight", "DRAFT_DOMINO", "this is a Domino draft"),
             ("layers.0.self_attn.g_proj.weight", "DRAFT_LAGUNA", "this is a Laguna draft"),
             ("aux_hidden_norms.0.weight", "DRAFT_LAGUNA", "this is a Laguna draft"),
-            ("layers.0.self_attn.kv_a_proj_with_mqa.weight", "DRAFT_MLA", "attention_mode mla is not built yet"),
+            ("layers.0.self_attn.kv_a_proj_with_mqa.weight", "DRAFT_MLA", "has latent attention and does not say so"),
         )
     ),
     pytest.param(named("DFlashLagunaForCausalLM"), DFLASH1_SHAPES, "DRAFT_LAGUNA", ["Laguna draft"], id="Laguna"),

@@ -16,13 +16,15 @@ REGISTERED = [
     "dflash.expand_values/1", "dflash.experts/1", "dflash.experts_mxfp4/1", "dflash.gated_norm/1", "dflash.gelu/1",
     "dflash.gelu_tanh/1", "dflash.grid_embedding/1", "dflash.grouped_conv/1", "dflash.image_attention/1",
     "dflash.kda_commit/1", "dflash.kda_gates/1", "dflash.kda_scan/1", "dflash.last_row/1",
-    "dflash.latent_attention/1", "dflash.latent_cache/1", "dflash.linear/1", "dflash.linear_mxfp8/1",
+    "dflash.latent_attention/1", "dflash.latent_block_attention/1", "dflash.latent_cache/1",
+    "dflash.latent_rows/1", "dflash.latent_store/1", "dflash.linear/1", "dflash.linear_mxfp8/1",
     "dflash.linear_nvfp4/1", "dflash.load_slot/1", "dflash.merge_patches/1", "dflash.norm_rope/1",
     "dflash.norm_rope_cache/1", "dflash.norm_rope_context/1", "dflash.pixel_patches/1", "dflash.residual_mix/1",
-    "dflash.rms_norm/1", "dflash.rms_norm_once/1", "dflash.rope_cache/1", "dflash.rope_grid/1", "dflash.route/1",
-    "dflash.sample/1", "dflash.save_slot/1", "dflash.selector_walk/1", "dflash.short_conv/1",
-    "dflash.sigmoid_mul/1", "dflash.silu_mul/1", "dflash.situ_mul/1", "dflash.splice_embedding/1",
-    "dflash.store_image/1", "dflash.tap/1", "dflash.top_candidates/1", "dflash.verify_tokens/1",
+    "dflash.rms_norm/1", "dflash.rms_norm_once/1", "dflash.rope_cache/1", "dflash.rope_grid/1",
+    "dflash.rope_query/1", "dflash.route/1", "dflash.sample/1", "dflash.save_slot/1", "dflash.selector_walk/1",
+    "dflash.short_conv/1", "dflash.sigmoid_mul/1", "dflash.silu_mul/1", "dflash.situ_mul/1",
+    "dflash.splice_embedding/1", "dflash.store_image/1", "dflash.tap/1", "dflash.top_candidates/1",
+    "dflash.verify_tokens/1",
 ]  # fmt: skip
 
 
