@@ -143,3 +143,18 @@ def test_inspect_says_how_many_tokens_and_snapshots_there_is_room_for(kimi: Load
     assert (report.capacity.kv_tokens, report.capacity.snapshot_slots) == (2 * 320, 4)
     assert report.capacity.state_nbytes == state == 4 * (4 * 32 * 32 * 4 + 3 * 3 * 128 * 4)
     assert "room for" in capsys.readouterr().out.split("640 KV tokens, 4 snapshot slots of ")[0]
+
+
+def test_prompt_that_was_given_up_halfway_leaves_only_what_it_ran(kimi: Loaded) -> None:
+    engine = Engine(kimi.core)
+    pages = engine.pages.available
+    given_up = engine.add(B, Request(max_tokens=12))
+    engine.step()
+    engine.abort(given_up)
+    assert engine.prefix is not None
+    assert (engine.pages.available, engine.prefix.evictable()) == (pages - 1, 1)
+
+    found = Watched(engine, [B])
+
+    assert found.taken_over == [PAGE]
+    assert_like_cold(kimi, found, [B])

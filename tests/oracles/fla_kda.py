@@ -8,6 +8,7 @@ then its own CPU path, another oracle of ours, fails. To record again, in an env
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,17 @@ def read() -> dict[str, Any]:
 
 def record() -> None:
     import torch
-    from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
-    from fla.ops.kda.naive import naive_recurrent_kda
 
+    gates, naive = (importlib.import_module(f"fla.ops.kda.{name}") for name in ("gate", "naive"))
     torch.manual_seed(0)
     q, k, v, raw = (torch.randn(1, ROWS, HEADS, DIM) for _ in range(4))
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     g, beta = -torch.rand(1, ROWS, HEADS, DIM), torch.rand(1, ROWS, HEADS)
     initial = torch.randn(1, HEADS, DIM, DIM)
-    out, state = naive_recurrent_kda(q, k, v, g, beta, initial_state=initial, output_final_state=True)
+    out, state = naive.naive_recurrent_kda(q, k, v, g, beta, initial_state=initial, output_final_state=True)
     a_log, dt_bias = torch.randn(HEADS), torch.randn(HEADS * DIM)
-    gate = naive_kda_gate(raw * 4, a_log, dt_bias)
-    bounded = naive_kda_lowerbound_gate(raw * 4, a_log, dt_bias, lower_bound=-5.0)
+    gate = gates.naive_kda_gate(raw * 4, a_log, dt_bias)
+    bounded = gates.naive_kda_lowerbound_gate(raw * 4, a_log, dt_bias, lower_bound=-5.0)
     made = {"q": q[0], "k": k[0], "v": v[0], "g": g[0], "beta": beta[0], "initial": initial[0], "out": out[0],
             "state": state[0], "raw": raw[0] * 4, "a_log": a_log, "dt_bias": dt_bias, "gate": gate[0],
             "bounded": bounded[0]}
