@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from dflash_core.errors import CompatibilityError, FormatError, UsageError
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders
 
+from runtime.chat_template import ChatTemplate
 from runtime.core import Core
 
 
@@ -36,9 +34,8 @@ class CoreText:
             raise FormatError("TOKENIZER", "the core's tokenizer.json cannot be read", where="tokenizer.json",
                               got=str(e)) from e
         self._config = _json(core, "tokenizer_config.json")
-        template = core.file("chat_template.jinja")
-        inline = self._config.get("chat_template")
-        self._template = template.decode() if template is not None else inline if isinstance(inline, str) else None
+        source = _chat_template(core, self._config)
+        self._template = None if source is None else ChatTemplate(source, _special_tokens(self._config))
         self.stop_token_ids = _stop_tokens(core)
 
     def encode(self, text: str) -> list[int]:
@@ -49,15 +46,9 @@ class CoreText:
         """
         return self._ids(text, special=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
-
-        Args:
-            messages: mappings with "role" and "content".
-        Raises:
-            UsageError: NO_CHAT_TEMPLATE, CHAT_TEMPLATE when the template refuses the messages, or TEXT.
-        """
-        return self._ids(self.render_chat(messages), special=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation. Raises as `render_chat`, and UsageError: TEXT."""
+        return self._ids(self.render_chat(messages, add_generation_prompt=add_generation_prompt), special=False)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         try:
@@ -67,30 +58,19 @@ class CoreText:
                              got=ascii(text[e.start]), hint="convert the text to UTF-8") from e
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the model's chat template spells it."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's chat template spells it.
+
+        Args:
+            messages: mappings with "role" and "content", and whatever else the template reads ("tool_calls").
+            add_generation_prompt: end with what begins the assistant's answer.
+        Raises:
+            UsageError: NO_CHAT_TEMPLATE; CHAT_TEMPLATE when the template refuses the messages.
+        """
         if self._template is None:
             raise UsageError("NO_CHAT_TEMPLATE", "the model has no chat template", where="chat_template in the core",
                              hint="leave out --chat")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                    extensions=["jinja2.ext.loopcontrols"])
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            return environment.from_string(self._template).render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens())
-        except TemplateError as e:
-            raise UsageError("CHAT_TEMPLATE", "the chat template does not accept this conversation", got=str(e)) from e
-
-    def _special_tokens(self) -> dict[str, str]:
-        tokens = {}
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = self._config.get(name)
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens[name] = text
-        return tokens
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -112,8 +92,26 @@ class TextStream:
         return self._decoder.step(self._tokenizer, token) or ""
 
 
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+def _chat_template(core: Core, config: Mapping[str, Any]) -> str | None:
+    """The template's source: a file of its own, or an entry of tokenizer_config.json; among named ones, "default"."""
+    data = core.file("chat_template.jinja")
+    if data is not None:
+        return data.decode()
+    inline = config.get("chat_template")
+    if isinstance(inline, list):
+        inline = next((item.get("template") for item in inline
+                       if isinstance(item, dict) and item.get("name") == "default"), None)
+    return inline if isinstance(inline, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
 
 
 def _json(core: Core, path: str) -> dict[str, Any]:
