@@ -158,9 +158,9 @@ class Routes:
         body = parse_body(ChatBody, await read_json(request, self._state.settings.body_timeout_s))
         served = self._state.ready()
         self._check_model(body.model)
-        messages = [{"role": message.role, "content": message.text()} for message in body.messages]
+        messages = [message.document() for message in body.messages]
         try:
-            prompt = served.text.encode_chat(messages)
+            prompt = served.text.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
         except DflashError as e:
             raise ApiError.of(e) from e
         room = served.facts.manifest.contract.max_context - len(prompt)

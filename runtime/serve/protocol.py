@@ -6,11 +6,12 @@ nothing, and an unknown one is refused by name.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
 
 from runtime.engine import MAX_TOP_LOGPROBS, Request
 from runtime.serve.errors import ApiError
@@ -29,6 +30,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 UNUSED = ("user", "safety_identifier", "prompt_cache_key")
 """Parameters that name the caller and change no answer."""
+
+EMPTY_IN_MESSAGES = ("refusal", "audio", "annotations", "function_call")
+"""Fields of a message in OpenAI's answers that pass when they are empty."""
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -60,23 +64,73 @@ class ImagePart(_Body):
     image_url: ImageUrl
 
 
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+class FunctionCall(_Body):
+    name: str
+    arguments: str
 
-    def text(self) -> str:
-        """The message as one string.
+
+class ToolCall(_Body):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(_Body):
+    """One turn. Beside its text it holds what chat templates read: earlier tool calls and their answers, reasoning."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_fields_say_nothing(cls, value: Any) -> Any:
+        """An answer's message may be sent back as it came, with what this server leaves null."""
+        if not isinstance(value, dict):
+            return value
+        return {name: item for name, item in value.items() if name not in EMPTY_IN_MESSAGES or item not in (None, [])}
+
+    def document(self) -> dict[str, Any]:
+        """The message as a chat template takes it: one text, no nulls, a call's arguments as an object.
 
         Raises:
-            ApiError: 400 for an image; no core that this runtime loads has vision.
+            ApiError: 400 for an image, since no core that this runtime loads has vision; for a message that says
+                nothing; for arguments that are no JSON object.
         """
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None and not self.tool_calls:
+            raise ApiError.bad_request("a message needs content", param="messages")
+        found: dict[str, Any] = {"role": self.role, "content": self._text()}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"id": call.id, "type": call.type,
+                 "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
+                for call in self.tool_calls]
+        return found
+
+    def _text(self) -> str:
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         for part in self.content:
             if isinstance(part, ImagePart):
                 raise ApiError.bad_request("this core has no vision: leave out the images", param="messages",
                                            code="unsupported_content")
         return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ApiError.bad_request("the arguments of a tool call must be a JSON object", param="messages")
+    return value
 
 
 class SamplingBody(_Body):
@@ -127,6 +181,7 @@ class ChatBody(SamplingBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    add_generation_prompt: StrictBool = True
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: StrictBool | None = None

@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_core.errors import DflashError
+from dflash_core.errors import DflashError, DriverError
 
 from runtime.core import Core
 from runtime.engine import Engine, FinishReason, Request, Sequence, StepRecord, StepTimes
@@ -127,6 +127,7 @@ class EngineWorker:
         self._jobs: dict[Sequence, Job] = {}
         self._lock = threading.Lock()
         self._unfinished = 0
+        self._stopped = False
         self._mean_s = 1.0
         self._phase = Phase("starting")
         self._thread = threading.Thread(target=self._run, name="dflash-engine", daemon=True)
@@ -169,16 +170,19 @@ class EngineWorker:
         Raises:
             QueueFullError: as many requests wait as may.
             UsageError, CompatibilityError: as `Engine.check`.
+            DflashError: ENGINE_STOPPED.
         """
         engine = self.engine
         assert engine is not None
         engine.check(prompt, request)
+        job = Job(request_id, tuple(prompt), request, asyncio.get_running_loop(), arrived=time.perf_counter())
         with self._lock:
+            if self._stopped:
+                raise self._stop_error()
             if self._unfinished >= engine.max_batch + self._max_waiting:
                 raise QueueFullError(min(MAX_RETRY_AFTER_S, max(1, round(self._mean_s))))
             self._unfinished += 1
-        job = Job(request_id, tuple(prompt), request, asyncio.get_running_loop(), arrived=time.perf_counter())
-        self._commands.put(("add", job, ""))
+            self._commands.put(("add", job, ""))
         return job
 
     def cancel(self, job: Job, reason: str = "abort") -> None:
@@ -199,11 +203,27 @@ class EngineWorker:
             self._phase = Phase("failed")
             self.on_failure()
         finally:
-            for job in list(self._jobs.values()):
-                self._end(job, "abort")
-                job.tell(FailedEvent(DflashError("ENGINE_STOPPED", "the engine has stopped")))
+            self._give_up_all()
             if self.core is not None:
                 self.core.close()
+
+    def _give_up_all(self) -> None:
+        """Tell every job that is running, waiting or only asked for; after this none is taken."""
+        with self._lock:
+            self._stopped = True
+        asked = []
+        while not self._commands.empty():
+            command, job, _ = self._commands.get()
+            asked += [job] if command == "add" and job is not None else []
+        for job in (*self._jobs.values(), *asked):
+            self._end(job, "abort")
+            job.tell(FailedEvent(self._stop_error()))
+
+    def _stop_error(self) -> DflashError:
+        """Why no job runs any longer: what broke the engine where that is typed."""
+        if isinstance(self.failure, DflashError):
+            return self.failure
+        return DflashError("ENGINE_STOPPED", "the engine has stopped")
 
     def _start_up(self) -> None:
         started = time.perf_counter()
@@ -240,6 +260,8 @@ class EngineWorker:
         assert engine is not None
         try:
             outputs = engine.step()
+        except DriverError:  # a GPU whose kernel faulted is lost to this process: no later request could be served
+            raise
         except DflashError as e:
             _log.exception("a step failed; its requests are given up")
             for sequence, job in list(self._jobs.items()):

@@ -160,3 +160,51 @@ def test_an_engine_that_breaks_ends_the_server_and_tells_its_requests(start: Cal
     assert refused.value.code == "engine_stopped"
     assert not server.thread.is_alive()
     assert [type(error) for error in server.failure] == [ZeroDivisionError]
+
+
+def test_a_device_that_fails_ends_the_server_and_its_requests_say_why(start: Callable[..., Any], monkeypatch) -> None:
+    """A GPU whose kernel faulted refuses every later call of the process: a server that went on would only fail."""
+    from dflash_core.errors import DriverError
+
+    def fault() -> None:
+        raise DriverError("CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered", where="verify.b1")
+
+    with start(canary=False) as server:
+        monkeypatch.setattr(server.state.worker.engine, "step", fault)
+
+        with pytest.raises(openai.InternalServerError) as refused:
+            server.client().completions.create(model="tiny", prompt=[1], max_tokens=4)
+        server.thread.join(20)
+
+    assert refused.value.code == "cuda_error_illegal_address"
+    assert not server.thread.is_alive()
+    assert [getattr(error, "code", None) for error in server.failure] == ["CUDA_ERROR_ILLEGAL_ADDRESS"]
+
+
+def test_requests_that_the_engine_never_took_up_are_told_that_it_stopped(start: Callable[..., Any],
+                                                                         monkeypatch) -> None:
+    broken, asked = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        broken.set()
+        assert asked.wait(20)
+        raise ZeroDivisionError
+
+    with start(canary=False) as server, ThreadPoolExecutor(3) as pool:
+        worker = server.state.worker
+        monkeypatch.setattr(worker.engine, "step", stall)
+
+        def send(_: int) -> str | None:
+            with pytest.raises(openai.InternalServerError) as refused:
+                server.client().completions.create(model="tiny", prompt=[1], max_tokens=4)
+            return refused.value.code
+
+        sent = [pool.submit(send, 0)]
+        assert broken.wait(20)
+        sent += [pool.submit(send, i) for i in (1, 2)]
+        wait_until(lambda: worker.unfinished == 3)
+        asked.set()
+        codes = [future.result() for future in sent]
+
+    assert codes == ["engine_stopped"] * 3
+    assert worker.unfinished == 0

@@ -76,6 +76,45 @@ def test_chat_takes_content_in_parts(server: Server) -> None:
     assert split.choices[0].message.content == whole.choices[0].message.content
 
 
+def test_an_answers_message_can_be_sent_back_as_it_came(server: Server, core: LoadedCore) -> None:
+    client, messages = server.client(), [{"role": "user", "content": "t9"}]
+    first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, temperature=0)
+    said = greedy(core, CHAT_IDS, 3).tokens
+
+    second = client.chat.completions.create(
+        model="tiny", messages=[*messages, first.choices[0].message, {"role": "user", "content": "t8"}], max_tokens=8,
+        temperature=0)
+
+    assert second.choices[0].message.content == spelled(
+        greedy(core, (1, 2, 9, 1, 4, *said, 1, 2, 8, 1, 4), 8).tokens)
+
+
+def test_chat_goes_on_where_the_assistant_stopped(server: Server, core: LoadedCore) -> None:
+    answer = server.client().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "t9"}], max_tokens=8, temperature=0,
+        extra_body={"add_generation_prompt": False})
+
+    assert answer.choices[0].message.content == spelled(greedy(core, (1, 2, 9), 8).tokens)
+
+
+def test_chat_template_is_given_tool_calls_and_their_answers(server: Server, monkeypatch) -> None:
+    given = []
+    monkeypatch.setattr(server.state.served.text, "encode_chat",
+                        lambda messages, **settings: given.append(messages) or [1, 2])
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+
+    server.client().chat.completions.create(model="tiny", max_tokens=1, messages=[
+        {"role": "user", "content": "t9", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "t5"}]}])
+
+    assert given == [[
+        {"role": "user", "content": "t9", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {**call, "function": {"name": "weather", "arguments": {"city": "Bern"}}}]},
+        {"role": "tool", "content": "t5", "tool_call_id": "c1"}]]
+
+
 def test_chat_without_a_limit_fills_the_context(server: Server) -> None:
     answer = server.client().chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": " ".join(["t9"] * 240)}], temperature=0)
@@ -231,13 +270,17 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"
     [
         ({"messages": []}, "messages"), ({"messages": [{"role": "user", "content": IMAGE}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "t1"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": "t1", "refusal": "no"}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"tool_choice": "required"},
                                                                                   "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"), ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": [{"role": "user", "content": "t9 " * 300}]}, "max_tokens"),
     ],
-    ids=["no messages", "an image", "a role", "tools", "forced tool", "response format", "top_logprobs alone",
-         "longer than the context"],
+    ids=["no messages", "an image", "a role", "no content", "arguments", "a refusal", "tools", "forced tool",
+         "response format", "top_logprobs alone", "longer than the context"],
 )
 def test_refusals_of_a_chat_name_their_parameter(server: Server, change, param) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
