@@ -88,11 +88,17 @@ def bench(
         if compare != paired or len(cores) != (2 if compare else 1):
             raise UsageError("COMPARE", "a comparison is of two cores and is paired", where="--compare",
                              expected="bench CORE, or bench --compare A B --paired", got=f"{len(cores)} cores")
+        settings = PrepareSettings(draft, scope, draft_body, draft_head)
+        if compare and (scenario or no_speculation or settings.asked or any((out, plot, sign))):
+            raise UsageError("COMPARE", "a comparison takes two cores, prompts, tokens and a seed", where="--compare",
+                             got="an option that only bench CORE has",
+                             hint="leave out --scenario, --no-speculation, --out, --plot, --sign and the precision "
+                                  "settings; --json prints every sample")
         if sign is not None and out is None:
             raise UsageError("OPTION_MISSING", "a signature lies beside a result file", where="--out",
                              hint="give --out FILE")
         if not compare:
-            cores[0], trust = prepared_core(cores[0], trust, PrepareSettings(draft, scope, draft_body, draft_head))
+            cores[0], trust = prepared_core(cores[0], trust, settings, device)
         policy = TrustPolicy.load(trust_path(trust))
         if compare:
             _compare(cores, policy, prompts, max_tokens, seed, device, json_output)

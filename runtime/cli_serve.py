@@ -68,7 +68,7 @@ def debug_serve(
         from .serve.app import ServerState
         from .trust import TrustPolicy
 
-        core, trust = prepared_core(core, trust, PrepareSettings(draft, scope, draft_body, draft_head))
+        core, trust = prepared_core(core, trust, PrepareSettings(draft, scope, draft_body, draft_head), device)
         settings = ServeSettings(host=host, port=port, api_key=api_key, max_waiting=max_waiting, canary=canary,
                                  record=record, device=device)
         nbytes = core_bytes(core)
@@ -94,13 +94,18 @@ def debug_serve(
               on_ready=on_ready)
 
 
-def prepared_core(path: Path, trust: Path | None, settings: PrepareSettings) -> tuple[Path, Path | None]:
+def prepared_core(path: Path, trust: Path | None, settings: PrepareSettings,
+                  device: str) -> tuple[Path, Path | None]:
     """The core to use and its trust file: the given ones, or what was prepared from a checkpoint, which is said.
 
+    Args:
+        device: what it is to run on; a core is prepared for it.
     Raises:
         UsageError: PRECISION_OF_CORE; a core's precision was settled when it was exported.
     """
-    from .prepare import cache_folder, is_checkpoint, prepare
+    from dataclasses import replace
+
+    from .prepare import cache_folder, export_device, is_checkpoint, prepare
 
     if not is_checkpoint(path):
         if settings.asked:
@@ -108,7 +113,7 @@ def prepared_core(path: Path, trust: Path | None, settings: PrepareSettings) -> 
                              where=str(path), hint="leave the precision settings out, or give the checkpoint")
         return path, trust
     began = time.perf_counter()
-    found = prepare(path, settings, cache_folder())
+    found = prepare(path, replace(settings, device=export_device(device)), cache_folder())
     stage_line("prepare", f"{'exported to' if found.made else 'found in the cache:'} {printable(str(found.core))}",
                time.perf_counter() - began)
     return found.core, found.trust

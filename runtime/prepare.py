@@ -27,18 +27,24 @@ _EXPORT = "from exporter.cli import export_main; export_main()"
 
 @dataclass(frozen=True, slots=True)
 class PrepareSettings:
-    """The export's precision settings and batch buckets; absent ones are as `dflash-export` has them."""
+    """The export's precision settings, batch buckets and device; absent ones are as `dflash-export` has them.
+
+    Attributes:
+        device: as `dflash-export` names it: "cpu", or "cuda:sm_90" for a core that also runs there.
+    """
 
     draft: Path | None = None
     online_mxfp8_scope: str | None = None
     draft_body: str | None = None
     draft_head: str | None = None
     batches: tuple[int, ...] = (1, 4)
+    device: str = "cpu"
 
     def arguments(self) -> list[str]:
         """As `dflash-export` takes them."""
         given = (("--draft", self.draft), ("--online-mxfp8-scope", self.online_mxfp8_scope),
-                 ("--draft-body-quantization", self.draft_body), ("--draft-head-quantization", self.draft_head))
+                 ("--draft-body-quantization", self.draft_body), ("--draft-head-quantization", self.draft_head),
+                 ("--device", self.device))
         return [text for name, value in given if value is not None for text in (name, str(value))] + [
             text for batch in self.batches for text in ("--batch", str(batch))]
 
@@ -60,6 +66,23 @@ class Prepared:
 def is_checkpoint(path: Path) -> bool:
     """Whether a path is a model as published: a folder with a config and no manifest."""
     return (path / "config.json").is_file() and not (path / "manifest.pb").exists()
+
+
+def export_device(device: str) -> str:
+    """What `dflash-export --device` calls the device that a command is to run on.
+
+    Raises:
+        CompatibilityError, DriverError: it is a GPU that is not there.
+    """
+    from runtime.gpu.device import is_gpu, open_device
+
+    if not is_gpu(device):
+        return "cpu"
+    opened = open_device(device)
+    try:
+        return f"cuda:{opened.facts.name}"
+    finally:
+        opened.close()
 
 
 def cache_folder() -> Path:

@@ -5,7 +5,8 @@ malformed bodies. Every finished greedy answer is compared with what the same se
 end: pages, slots and memory as before, and a clean end at SIGTERM while requests still run. One JSON document on
 stdout; exit status 7 if anything is wrong.
 
-    python scripts/soak.py --core build/soak/core --trust build/demo/trust.json --requests 200 --clients 16
+    python scripts/soak.py --requests 200 --clients 16
+    python scripts/soak.py --device cuda
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from typing import Any
 import httpx2
 import psutil
 
+from runtime.gpu.device import is_gpu
+from runtime.prepare import export_device
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "build" / "demo"
-CORE = ROOT / "build" / "soak" / "core"
+CORES = ROOT / "build" / "soak"
 HANG_UP, MALFORMED = 0.10, 0.05
 MAX_TOKENS = (1, 2, 4, 8)
 TOPICS = ("the sea", "bread", "a bicycle", "rain", "old maps", "chess", "bees", "a lighthouse")
@@ -76,22 +80,22 @@ class Report:
         return found
 
 
-def make_core(core: Path) -> None:
-    """Export the demo pair for four sequences at once, unless it is there."""
+def make_core(core: Path, device: str) -> None:
+    """Export the demo pair for four sequences at once and a device, unless it is there."""
     if core.exists():
         return
     subprocess.run(
         [sys.executable, "-c", "from exporter.cli import export_main; export_main()", str(DEMO / "target"), "--draft",
          str(ROOT / "examples" / "smollm2-135m-dflash2"), "--out", str(core), "--key", str(DEMO / "key.pem"),
          "--draft-body-quantization", "mxfp8", "--draft-head-quantization", "nvfp4", "--batch", "1", "--batch", "4",
-         "--max-context", "512"], check=True)
+         "--max-context", "512", "--device", export_device(device)], check=True)
 
 
-def start(core: Path, trust: Path, waiting: int) -> tuple[subprocess.Popen[str], str]:
+def start(core: Path, trust: Path, waiting: int, device: str) -> tuple[subprocess.Popen[str], str]:
     """A server process and its address, once it is ready."""
     child = subprocess.Popen(
         [sys.executable, "-c", "from runtime.cli import main; main()", "debug-serve", str(core), "--trust", str(trust),
-         "--port", "0", "--max-waiting", str(waiting)], stderr=subprocess.PIPE, text=True)
+         "--port", "0", "--max-waiting", str(waiting), "--device", device], stderr=subprocess.PIPE, text=True)
     assert child.stderr is not None
     url = ""
     for line in child.stderr:
@@ -249,14 +253,16 @@ async def drain(http: httpx2.AsyncClient, child: subprocess.Popen[str], model: s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--core", type=Path, default=CORE)
+    parser.add_argument("--core", type=Path, help="without it, the demo pair is exported to build/soak")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--trust", type=Path, default=DEMO / "trust.json")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--waiting", type=int, default=32, help="the server's bound on its queue")
     arguments = parser.parse_args()
-    make_core(arguments.core)
-    child, url = start(arguments.core, arguments.trust, arguments.waiting)
+    core = arguments.core or CORES / ("core-cuda" if is_gpu(arguments.device) else "core")
+    make_core(core, arguments.device)
+    child, url = start(core, arguments.trust, arguments.waiting, arguments.device)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     try:
         report = asyncio.run(run(arguments, child, url))

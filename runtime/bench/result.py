@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import platform
+import re
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ from runtime.bench.prompts import PromptSet
 from runtime.bench.summary import summarize
 from runtime.bundle import StrictJsonError, decode_strict_base64, parse_strict_json, signed_bytes
 from runtime.core import Core
+from runtime.driver import DeviceAttribute
+from runtime.gpu.device import is_gpu, open_device
 from runtime.keys import PrivateKey, keyid, signature_hash
 from runtime.serve.core_view import CoreFacts, precision_document
 from runtime.trust import Signer, TrustPolicy
@@ -70,7 +73,7 @@ def result_document(core: Core, facts: CoreFacts, prompts: PromptSet, settings: 
 
 
 def device_document(name: str) -> dict[str, Any]:
-    """What the run was made on; clocks as the system states them at this moment."""
+    """What the run was made on; a CPU's clock as the system states it at this moment, a GPU's highest."""
     model, mhz = platform.processor(), None
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -78,7 +81,29 @@ def device_document(name: str) -> dict[str, Any]:
         found = {key.strip(): value.strip() for key, _, value in reversed(fields)}
         model, mhz = found.get("model name", model), found.get("cpu MHz")
     return {"name": name, "cpu": model, "cpu_mhz": None if mhz is None else float(mhz), "machine": platform.machine(),
-            "system": f"{platform.system()} {platform.release()}", "python": platform.python_version()}
+            "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
+            "gpu": _gpu_document(name) if is_gpu(name) else None}
+
+
+def _gpu_document(name: str) -> dict[str, Any]:
+    device = open_device(name)
+    try:
+        driver, handle, facts = device.driver, device.handle, device.facts
+        version = driver.version()
+        return {"model": driver.device_name(handle), "architecture": facts.name, "sm_count": facts.sm_count,
+                "cuda": f"{version // 1000}.{version % 1000 // 10}", "driver": _kernel_driver(),
+                "max_sm_mhz": driver.device_attribute(handle, DeviceAttribute.CLOCK_RATE) / 1e3,
+                "max_memory_mhz": driver.device_attribute(handle, DeviceAttribute.MEMORY_CLOCK_RATE) / 1e3}
+    finally:
+        device.close()
+
+
+def _kernel_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """The kernel module's version ("580.95.05"); None where the system does not say."""
+    if not version.exists():
+        return None
+    found = re.search(r"Kernel Module\s.*?(\d+(?:\.\d+)+)", version.read_text("utf-8", "replace"))
+    return None if found is None else found[1]
 
 
 def check_result(document: dict[str, Any], where: str) -> None:

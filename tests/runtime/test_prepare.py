@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from runtime import prepare
 from runtime.cli import app
-from runtime.prepare import PrepareSettings, is_checkpoint
+from runtime.prepare import PrepareSettings, export_device, is_checkpoint
+from tests.runtime.gpu.fake_driver import FakeDriver
 from tests.served_core import tiny
 
 __all__ = ["tiny"]
@@ -66,3 +67,14 @@ def test_a_core_is_no_checkpoint(tiny: Path, tmp_path: Path) -> None:
     assert is_checkpoint(tiny / "target")
     assert not is_checkpoint(tiny / "core")
     assert not is_checkpoint(tmp_path)
+
+
+def test_checkpoint_is_exported_for_the_gpu_it_is_to_run_on(monkeypatch) -> None:
+    fake = FakeDriver()
+    monkeypatch.setattr("runtime.driver.bindings", lambda: fake)
+
+    named = [export_device(device) for device in ("cpu", "cuda", "cuda:0")]
+
+    assert named == ["cpu", "cuda:sm_90", "cuda:sm_90"]
+    assert fake.held == {}
+    assert PrepareSettings(device="cuda:sm_90").arguments()[:2] == ["--device", "cuda:sm_90"]

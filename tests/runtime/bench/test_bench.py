@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from runtime import Engine, LoadedCore, Request, TrustPolicy, load
 from runtime.bench import measure
 from runtime.bench.measure import run_cold_prefill, run_decode
+from runtime.bench.result import _kernel_driver, device_document
 from runtime.cli import app
 from runtime.engine import StepKind
+from tests.runtime.gpu.fake_driver import FakeDriver
 
 
 def run(tiny: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -228,6 +230,34 @@ def test_prompts_come_from_a_file_in_three_forms(tiny: Path, tmp_path: Path) -> 
     assert code == 0
     assert [r["input_tokens"] for r in requests] == [3, 3, 5]
     assert document["dflash"]["prompt_set"]["source"] == "prompts.jsonl"
+
+
+@pytest.mark.parametrize(
+    "option", [["--scenario", "c4"], ["--no-speculation"], ["--out", "r.json"], ["--plot", "r.svg"],
+               ["--draft-head-quantization", "nvfp4"]], ids=lambda option: option[0])
+def test_comparison_ignores_no_option(tiny: Path, option: list[str]) -> None:
+    core = str(tiny / "core")
+    done = CliRunner().invoke(app, ["bench", "--compare", core, core, "--paired", "--trust",
+                                    str(tiny / "keys" / "trust.json"), "--json", *option])
+
+    assert (done.exit_code, json.loads(done.stdout)["error"]["code"]) == (2, "COMPARE")
+
+
+def test_a_gpu_is_named_with_its_driver_and_clocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = FakeDriver(attributes={"CLOCK_RATE": 1_980_000, "MEMORY_CLOCK_RATE": 3_201_000})
+    monkeypatch.setattr("runtime.driver.bindings", lambda: fake)
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
+                       "GCC version:  gcc version 12.2.0\n")
+
+    found = device_document("cuda")["gpu"]
+
+    assert found.pop("driver") == _kernel_driver()
+    assert found == {"model": "NVIDIA H200", "architecture": "sm_90", "sm_count": 132, "cuda": "13.0",
+                     "max_sm_mhz": 1980.0, "max_memory_mhz": 3201.0}
+    assert fake.held == {}
+    assert (_kernel_driver(version), _kernel_driver(tmp_path / "absent")) == ("580.95.05", None)
+    assert device_document("cpu")["gpu"] is None
 
 
 def test_core_compared_with_itself_accepts_the_same(tiny: Path) -> None:
