@@ -74,6 +74,11 @@ def export(
     batch: Annotated[
         list[int] | None, typer.Option("--batch", min=1, max=64, help="A batch bucket; repeat for several.")
     ] = None,
+    image_patches: Annotated[
+        list[int] | None,
+        typer.Option("--image-patches", min=4, help="Patches of a vision graph's largest image, as 1024; repeat for "
+                                                    "several. Absent: text alone.")
+    ] = None,
     max_context: Annotated[
         int | None, typer.Option("--max-context", min=1, help="Most tokens of a sequence; absent: the model's, "
                                                               "at most 8192.")
@@ -129,7 +134,8 @@ def export(
             settings=PrecisionSettings(online_mxfp8_scope=scope, draft_body=draft_body, draft_head=draft_head,
                                        depth=depth),
             batches=tuple(sorted(set(batch or [1]))), max_context=max_context, force=force, capability=capability,
-            witness=witness, canary=canary, canary_reference=canary_reference,
+            image_patches=tuple(sorted(set(image_patches or []))), witness=witness,
+            canary=canary, canary_reference=canary_reference,
             act=DType.F32 if compute_dtype is ComputeDType.FLOAT32 else DType.BF16)
         progress = ByteProgress(json_output)
         if plan:

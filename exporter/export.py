@@ -16,7 +16,8 @@ from dflash_core.v1 import manifest_pb2
 from exporter.canary import add_canary
 from exporter.canary_run import read_reference
 from exporter.capture.target import GpuTarget
-from exporter.checkpoint import Checkpoint, hash_files, identity_nbytes, open_checkpoint
+from exporter.checkpoint import CONFIG_NAME, Checkpoint, hash_files, identity_nbytes, open_checkpoint, read_side_file
+from exporter.config_fields import Fields
 from exporter.convert.journal import conversion_digest, is_resumable
 from exporter.convert.packed import group_packed
 from exporter.convert.stream import ConvertedWeights, convert_weights, write_error_report
@@ -24,7 +25,7 @@ from exporter.draft_config import DraftConfig, read_draft_config
 from exporter.draft_kind import DraftMethod, read_architecture
 from exporter.draft_tensors import check_draft_tensors
 from exporter.kimi_config import KimiConfig, is_kimi, read_kimi_config
-from exporter.models import dense, dflash2, kimi_weights
+from exporter.models import dense, dflash2, kimi_weights, moonvit
 from exporter.models.context import StoredWeight
 from exporter.models.target import AnyTarget, head_name, tap_source
 from exporter.package import FIRST_GPU_MODULE, CoreIdentity, SourceModel, UnsignedCore, write_core
@@ -35,6 +36,7 @@ from exporter.plan_rules import PrecisionSettings, RecordedPrecision
 from exporter.program.builder import Program, Tensor
 from exporter.program.graphs import Draft, RecordedProgram, record_program
 from exporter.program.serving import ServingShape
+from exporter.program.vision import Vision
 from exporter.progress import Progress, Silent
 from exporter.recipe import Recipe, find_recipe, load_recipe
 from exporter.staging import check_output, staged
@@ -43,6 +45,7 @@ from exporter.weights import Raw, WeightLayout, WeightSpec, layout_weights
 from runtime.keys import PrivateKey
 from runtime.ops import DTYPE_BY_NAME, DType
 from runtime.sign import sign_core
+from runtime.vision.settings import PREPROCESSOR_CONFIG, ImageSettings, read_image_settings
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 64
@@ -64,6 +67,7 @@ class ExportRequest:
         batches: batch buckets, ascending.
         max_context: most tokens of a sequence; None: the target's own, at most DEFAULT_CONTEXT.
         act: type of activations and K/V cache.
+        image_patches: patches of the largest image of each vision graph, ascending; none: a core for text alone.
         capability: adds a GPU target: 90 for sm_90; None: a core for CPUs alone.
         witness: also capture every graph on this machine's GPU, and compare it with the recording.
         canary: record the acceptance canary, by running the core on this CPU.
@@ -82,6 +86,7 @@ class ExportRequest:
     act: DType = DType.BF16
     capability: int | None = None
     witness: bool = False
+    image_patches: tuple[int, ...] = ()
     force: bool = False
     canary: bool = False
     canary_reference: Path | None = None
@@ -104,6 +109,8 @@ class OpenedModels:
     target_config: AnyTarget
     recipe: Recipe
     draft: OpenedDraft | None
+    vision: Vision | None = None
+    image_settings: ImageSettings = field(default_factory=ImageSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +197,31 @@ def open_models(request: ExportRequest, watch: Progress) -> OpenedModels:
         names = check_draft_tensors(checkpoint, draft_config, target)
         draft = OpenedDraft(checkpoint, draft_config, names)
         notices += draft_config.notices
+    vision, image_settings = None, ImageSettings()
+    if request.image_patches:
+        vision = _read_vision(target, config, request.image_patches)
+        data = read_side_file(target, PREPROCESSOR_CONFIG)
+        image_settings = read_image_settings(data)
+        if data is None:
+            notices.append(f"the checkpoint has no {PREPROCESSOR_CONFIG}: images are made as Kimi K3 publishes it")
+    elif "vision_config" in target.config:
+        notices.append("vision tower and projector are left out: this core answers text alone")
     for notice in notices:
         watch.notice(notice)
-    return OpenedModels(target, config, recipe, draft)
+    return OpenedModels(target, config, recipe, draft, vision, image_settings)
+
+
+def _read_vision(target: Checkpoint, config: AnyTarget, buckets: tuple[int, ...]) -> Vision:
+    """The image tower of a checkpoint that has one.
+
+    Raises:
+        PlanError: NO_VISION; CheckpointError as `read_vision_config`.
+    """
+    fields = Fields(target.config, CONFIG_NAME).section("vision_config")
+    if not fields.values:
+        raise PlanError("NO_VISION", "this checkpoint has no image tower", where=str(target.path),
+                        expected="vision_config", hint="leave out --image-patches")
+    return Vision(moonvit.read_vision_config(fields, config.hidden_size), buckets)
 
 
 def _read_target(checkpoint: Checkpoint) -> tuple[AnyTarget, list[str]]:
@@ -253,6 +282,8 @@ def weight_specs(models: OpenedModels, plan: PrecisionPlan, shape: ServingShape)
             assert isinstance(head.format, Format)
             specs.append(WeightSpec(name="head.proposal", blob="head", owner="draft", checkpoint="target",
                                     sources=(head.source,), recipe="copy/1", format=head.format, shape=head.shape))
+    if models.vision is not None:
+        specs += moonvit.weight_specs(models.vision.config, _formats(plan.target), models.image_settings)
     return specs
 
 
@@ -280,7 +311,7 @@ def record(models: OpenedModels, plan: PrecisionPlan, layout: WeightLayout, shap
         head = "head.proposal" if plan.proposal_head is not None else head_name(models.target_config)
         draft = Draft(models.draft.config, head)
     return record_program(program, models.target_config, draft, weights, shape, sorted(set(request.batches)),
-                          request.act)
+                          request.act, models.vision)
 
 
 def stored_weights(program: Program, layout: WeightLayout) -> dict[str, StoredWeight]:
@@ -409,8 +440,9 @@ def _arguments(request: ExportRequest) -> tuple[str, ...]:
              ("--draft-head-quantization", settings.draft_head), ("--depth", settings.depth),
              ("--max-context", request.max_context), ("--capability", request.capability),
              ("--compute-dtype", request.act.view_name)]
+    images = (f"--image-patches={patches}" for patches in request.image_patches)
     return (*(f"{name}={value}" for name, value in given if value is not None),
-            *(f"--batch={batch}" for batch in sorted(set(request.batches))))
+            *(f"--batch={batch}" for batch in sorted(set(request.batches))), *images)
 
 
 def _sign(unsigned: UnsignedCore, key: PrivateKey, watch: Progress) -> Path:

@@ -183,9 +183,6 @@ def read_kimi_config(checkpoint: Checkpoint) -> KimiConfig:
     kda_layers = _kda_layers(linear, num_layers)
     vocab_size = fields.count("vocab_size")
     situ = fields.text("hidden_act", default="silu") == "situ"
-    notices = []
-    if family is KimiFamily.KIMI_K3:
-        notices.append("vision tower and projector are left out: this core answers text alone")
     eos = fields if fields.has("eos_token_id") else top
     return KimiConfig(
         family=family, hidden_size=fields.count("hidden_size"), num_layers=num_layers, vocab_size=vocab_size,
@@ -197,7 +194,6 @@ def read_kimi_config(checkpoint: Checkpoint) -> KimiConfig:
         situ_linear_beta=_optional_positive(fields, "activation_situ_linear_beta") or 0.0 if situ else 0.0,
         residual_block=fields.count("attn_res_block_size") if fields.has("attn_res_block_size") else None,
         eos_token_ids=eos_token_ids(checkpoint, eos, vocab_size), dtype=trained_dtype(checkpoint, fields),
-        notices=tuple(notices),
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from exporter.checkpoint import Checkpoint, SourceFile, read_side_file
 from exporter.convert.stream import ConvertedWeights
 from exporter.program.graphs import RecordedProgram
 from exporter.program.serving import ServingShape, bindings
-from exporter.program.vision import RecordedVision, vision_bindings, vision_identity
+from exporter.program.vision import vision_bindings, vision_identity
 from exporter.staging import writing
 from runtime.ops import REGISTRY_NAME, REGISTRY_VERSION
 from runtime.sign import file_entry
@@ -67,17 +67,15 @@ class UnsignedCore:
 
 
 def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights, recorded: RecordedProgram,
-               shape: ServingShape, gpu: GpuTarget | None = None, vision: RecordedVision | None = None) -> UnsignedCore:
+               shape: ServingShape, gpu: GpuTarget | None = None) -> UnsignedCore:
     """Write configs, graphs, modules and the manifest beside the weights that are already in `staging`.
 
     Args:
         gpu: a second device target beside the CPU's; weights, buffers and contract are shared.
-        vision: the image tower's graphs, recorded over the same program; its tensors are the target checkpoint's.
     Raises:
         ResourceError: NO_SPACE, NOT_WRITABLE or WRITE_FAILED, with the file.
     """
-    graphs = [*recorded.graphs, *(vision.graphs if vision else ())]
-    graph_files = [_write_graphs(staging, CPU_TARGET, graphs)]
+    graph_files = [_write_graphs(staging, CPU_TARGET, recorded.graphs)]
     targets = [graph_pb2.DeviceTarget(target_id=CPU_TARGET, name="cpu", module_ids=[CPU_MODULE])]
     if gpu is not None:
         graph_files.append(_write_graphs(staging, GPU_TARGET, gpu.graphs))
@@ -104,9 +102,9 @@ def write_core(staging: Path, identity: CoreIdentity, weights: ConvertedWeights,
     if identity.speculation is not None and identity.draft is not None:
         manifest.speculation.CopyFrom(identity.speculation)
         manifest.speculation.draft.CopyFrom(_model(staging, identity.draft))
-    if vision is not None:
-        manifest.contract.io.extend(vision_bindings(vision.buffers))
-        manifest.vision.CopyFrom(vision_identity(manifest.target, identity.target.checkpoint, vision))
+    if recorded.vision is not None:
+        manifest.contract.io.extend(vision_bindings(recorded.vision.buffers))
+        manifest.vision.CopyFrom(vision_identity(manifest.target, identity.target.checkpoint, recorded.vision.vision))
     manifest.files.extend(_entries(staging, weights))
     _write(staging / "manifest.pb", manifest.SerializeToString(deterministic=True))
     return UnsignedCore(staging, manifest)

@@ -30,7 +30,7 @@ from exporter.models import moonvit
 from exporter.models.context import StoredWeight
 from exporter.models.moonvit import VisionConfig
 from exporter.program.builder import Program, Tensor
-from exporter.program.vision import record_vision, vision_buffers
+from exporter.program.vision import Vision, record_vision, vision_buffers
 from runtime.ops import Args, DType, Prepared, find_op
 from runtime.vision.decode import decode_image
 from runtime.vision.preprocess import image_patches
@@ -79,8 +79,9 @@ def tower_seconds(layers: int, patches: int, repeats: int) -> float:
         weights[spec.name] = StoredWeight(Format(spec.format), Tensor(buffer_id, 0, dtype, spec.shape, spec.name))
         values = rng.normal(size=spec.shape) * 0.02 if spec.data is None else spec.data.numpy()
         memory[buffer_id] = np.ascontiguousarray(values.astype(dtype.numpy)).reshape(-1).view(np.uint8)
-    buffers = vision_buffers(program, config, (patches,), 16, DType.BF16)
-    recorded = record_vision(program, config, weights, buffers, (patches,), DType.BF16)
+    vision = Vision(config, (patches,))
+    buffers = vision_buffers(program, vision, 16, DType.BF16)
+    recorded = record_vision(program, vision, weights, buffers, DType.BF16)
     for buffer in program.buffers:
         if buffer.buffer_class != graph_pb2.WEIGHTS:
             memory[buffer.buffer_id] = np.zeros(buffer.fixed_bytes, np.uint8)

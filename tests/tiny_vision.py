@@ -24,7 +24,7 @@ from exporter.export import stored_weights
 from exporter.models import moonvit
 from exporter.models.moonvit import VisionConfig
 from exporter.program.builder import Program
-from exporter.program.vision import RecordedVision, record_vision, vision_bindings, vision_buffers
+from exporter.program.vision import RecordedVision, Vision, record_vision, vision_bindings, vision_buffers
 from exporter.weights import WeightLayout, layout_weights
 from runtime.instantiate import instantiate
 from runtime.ops import REGISTRY_NAME, REGISTRY_VERSION, DType
@@ -82,8 +82,9 @@ class TinyVision:
         formats = dict.fromkeys(moonvit.vision_tensor_shapes(config), fmt)
         layout, program = layout_weights(moonvit.weight_specs(config, formats, ImageSettings())), Program()
         weights = stored_weights(program, layout)
-        buffers = vision_buffers(program, config, buckets, CHUNK_TOKENS, act)
-        recorded = record_vision(program, config, weights, buffers, buckets, act)
+        vision = Vision(config, tuple(buckets))
+        buffers = vision_buffers(program, vision, CHUNK_TOKENS, act)
+        recorded = record_vision(program, vision, weights, buffers, act)
         return cls(recorded, layout, act, changes, _manifest(program, recorded, layout, buckets))
 
     def memory(self, weights: Mapping[str, np.ndarray], scratch: int = 0) -> dict[int, Any]:

@@ -146,6 +146,14 @@ class ImageRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSources:
+    """Where a prompt's rows are an image's: i32 [rows], 0 or 1 + the row of `embeddings` that stands in its place."""
+
+    sources: Tensor
+    embeddings: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """Records ops for one set of rows."""
 
@@ -153,6 +161,7 @@ class Forward:
     weights: Mapping[str, StoredWeight]
     act: DType
     rows: StepRows | ImageRows
+    images: ImageSources | None = None
 
     def scratch(self, name: str, cols: int, *, dtype: DType | None = None, rows: int | None = None) -> Tensor:
         return self.graph.program.scratch(name, dtype or self.act, (rows or self.rows.count, cols))
@@ -244,6 +253,10 @@ class Forward:
         y = out if isinstance(out, Tensor) else self.scratch(out, cols)
         self.graph.call("dflash.embedding/1", {"tokens": tokens, "table": table, "out": y}, label=name,
                         rows=self.rows.count, vocab=vocab, cols=cols, scale=scale, act=self.act, w=table.dtype)
+        if self.images is not None:
+            self.graph.call("dflash.splice_embedding/1",
+                            {"sources": self.images.sources, "embeddings": self.images.embeddings, "x": y}, label=name,
+                            rows=self.rows.count, cols=cols, capacity=self.images.embeddings.shape[0], act=self.act)
         return y
 
     def gated_mlp(self, x: Tensor, prefix: str) -> Tensor:

@@ -7,6 +7,7 @@
 | verify  | batch x (1 + k) | target forward, accept, next anchor, taps of the accepted rows to draft context        |
 | decode  | batch           | target forward of the anchor, next token                                               |
 | save, restore | one sequence | its recurrent states, copied to a snapshot or from it; absent without states        |
+| vision  | patches         | see exporter.program.vision; a prefill chunk takes the rows of images in a prompt      |
 
 Every graph reads positions and lengths from buffers, so one graph serves every length.
 """
@@ -25,6 +26,7 @@ from exporter.models.context import Forward, PagedCache, StepRows, StoredWeight,
 from exporter.models.target import AnyTarget
 from exporter.program.builder import GraphRecorder, OpCall, Program, Tensor
 from exporter.program.serving import ServingBuffers, ServingShape, inputs, outputs, serving_buffers
+from exporter.program.vision import RecordedVision, Vision, record_vision, vision_buffers
 from runtime.ops import DType
 
 SNAPSHOTS_PER_SLOT = 2  # places for states of prompts that were seen, unless a loader decides otherwise
@@ -48,10 +50,12 @@ class RecordedProgram:
     buffers: ServingBuffers
     kv_bytes_per_page: int
     state_bytes_per_slot: int = 0
+    vision: RecordedVision | None = None  # its graphs and calls are among those above
 
 
 def record_program(program: Program, target: AnyTarget, draft: Draft | None, weights: Mapping[str, StoredWeight],
-                   shape: ServingShape, batches: Sequence[int], act: DType) -> RecordedProgram:
+                   shape: ServingShape, batches: Sequence[int], act: DType,
+                   vision: Vision | None = None) -> RecordedProgram:
     """Record every graph of a core.
 
     Args:
@@ -59,16 +63,19 @@ def record_program(program: Program, target: AnyTarget, draft: Draft | None, wei
         weights: logical name to stored weight.
         batches: batch buckets, ascending; the last is shape.max_batch.
         act: activation and cache type, BF16 or F32.
+        vision: the image tower whose rows a prompt may hold.
     """
-    return _Recorder(program, target, draft, weights, shape, act).record(batches)
+    return _Recorder(program, target, draft, weights, shape, act, vision).record(batches)
 
 
 class _Recorder:
     def __init__(self, program: Program, target: AnyTarget, draft: Draft | None,
-                 weights: Mapping[str, StoredWeight], shape: ServingShape, act: DType) -> None:
+                 weights: Mapping[str, StoredWeight], shape: ServingShape, act: DType, vision: Vision | None) -> None:
         self.program, self.target, self.draft = program, target, draft
         self.weights, self.shape, self.act = weights, shape, act
         self.buffers = serving_buffers(program, shape, has_state=models.has_state(target))
+        self.vision = vision
+        self.images = vision_buffers(program, vision, shape.chunk_tokens, act) if vision else None
         self.calls: list[tuple[OpCall, ...]] = []
         pages = shape.max_batch * shape.max_pages
         self.kv_pages = program.symbol("kv_pages", minimum=shape.max_pages, maximum=2**31 - 1, default=pages)
@@ -92,9 +99,14 @@ class _Recorder:
             if self.draft is not None:
                 graphs += [self._draft(batch), self._verify(batch)]
             graphs.append(self._decode(batch))
+        seen = None
+        if self.vision is not None and self.images is not None:
+            seen = record_vision(self.program, self.vision, self.weights, self.images, self.act)
+            graphs += seen.graphs
+            self.calls += seen.calls
         kv_bytes = self.memory.cache.page_bytes + (self.draft_cache.page_bytes if self.draft_cache else 0)
         return RecordedProgram(self.program, tuple(graphs), tuple(self.calls), self.buffers, kv_bytes,
-                               self.memory.state_bytes_per_slot)
+                               self.memory.state_bytes_per_slot, seen)
 
     def _copy_states(self, role: str) -> graph_pb2.Graph:
         """Copy every state of one slot to a snapshot, or from it."""
@@ -112,10 +124,10 @@ class _Recorder:
                 offset += row_bytes
         return self._finish(graph)
 
-    def _finish(self, graph: GraphRecorder) -> graph_pb2.Graph:
+    def _finish(self, graph: GraphRecorder, *given: Tensor) -> graph_pb2.Graph:
         recorded = graph.graph
         self.calls.append(tuple(graph.calls))
-        return graph.finish(inputs(recorded, self.buffers), outputs(recorded, self.buffers))
+        return graph.finish([*inputs(recorded, self.buffers), *given], outputs(recorded, self.buffers))
 
     def _taps(self) -> tuple[int, ...]:
         return self.draft.config.target_layer_ids if self.draft else ()
@@ -152,7 +164,8 @@ class _Recorder:
         graph.call("dflash.chunk_positions/1",
                    {"slots": slots, "count": buffers.chunk_count, "length": buffers.length, "positions": positions},
                    rows=chunk, max_slots=self.shape.max_batch)
-        fwd = Forward(graph, self.weights, self.act, StepRows(1, chunk, positions, slots))
+        images = self.images.sources() if self.images else None
+        fwd = Forward(graph, self.weights, self.act, StepRows(1, chunk, positions, slots), images)
         hidden = models.record_layers(fwd, self.target, self.memory, buffers.chunk_tokens, self._taps())
         if self.draft is not None and hidden.features is not None and self.draft_cache is not None:
             dflash2.record_context(fwd, self.draft.config, self.draft_cache, hidden.features, positions)
@@ -167,7 +180,7 @@ class _Recorder:
         graph.call("dflash.commit_chunk/1",
                    {"slots": slots, "count": buffers.chunk_count, "emitted": emitted, "length": buffers.length,
                     "anchor": buffers.anchor}, max_slots=self.shape.max_batch)
-        return self._finish(graph)
+        return self._finish(graph, *((images.sources, images.embeddings) if images else ()))
 
     def _lane_outputs(self, batch: int) -> tuple[Tensor, Tensor]:
         """One token per lane, [batch, 1], and how many lanes produced one."""

@@ -10,7 +10,7 @@ sequences can wait in the same buffer, and a prompt without images leaves `chunk
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from dflash_core.errors import PlanError
@@ -18,7 +18,7 @@ from dflash_core.v1 import graph_pb2, manifest_pb2
 
 from exporter.checkpoint import CONFIG_NAME, Checkpoint
 from exporter.models import moonvit
-from exporter.models.context import Forward, ImageRows, StoredWeight
+from exporter.models.context import Forward, ImageRows, ImageSources, StoredWeight
 from exporter.models.moonvit import VisionConfig
 from exporter.program.builder import GraphRecorder, OpCall, Program, Tensor
 from runtime.ops import DType
@@ -31,6 +31,14 @@ HOST_INPUTS = ("image_pixels", "image_grid", "image_first", "chunk_images")
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """A core's image tower: its config, and the patches of each of its graphs, ascending."""
+
+    config: VisionConfig
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VisionBuffers:
     """One tensor per contract binding; the field name is the binding's name."""
 
@@ -40,28 +48,30 @@ class VisionBuffers:
     image_embeddings: Tensor  # act [max_patches / 4, hidden], state: rows of images, until a prompt has taken them
     chunk_images: Tensor      # i32 [chunk_tokens], host in: 0, or 1 + the row of image_embeddings in a token's place
 
+    def sources(self) -> ImageSources:
+        """What a prefill chunk takes from images."""
+        return ImageSources(self.chunk_images, self.image_embeddings)
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedVision:
     """The vision graphs, the op calls of each, and what they were recorded for."""
 
-    config: VisionConfig
-    buckets: tuple[int, ...]
+    vision: Vision
     graphs: tuple[graph_pb2.Graph, ...]
     calls: tuple[tuple[OpCall, ...], ...]
     buffers: VisionBuffers
 
 
-def vision_buffers(program: Program, config: VisionConfig, buckets: Sequence[int], chunk_tokens: int,
-                   act: DType) -> VisionBuffers:
+def vision_buffers(program: Program, vision: Vision, chunk_tokens: int, act: DType) -> VisionBuffers:
     """Add the buffers to the program; the largest bucket decides how large an image may be.
 
     Args:
-        buckets: patches of each vision graph, ascending.
         chunk_tokens: rows of a prefill chunk.
     Raises:
         PlanError: VISION_BUCKETS; a bucket is not made of whole groups of 2 x 2, or they do not ascend.
     """
+    config, buckets = vision.config, vision.buckets
     if not buckets or list(buckets) != sorted({b for b in buckets if b > 0 and b % STEP_PATCHES == 0}):
         raise PlanError("VISION_BUCKETS", "these are no buckets of patches", where="vision buckets",
                         expected=f"ascending multiples of {STEP_PATCHES}", got=list(buckets),
@@ -75,8 +85,8 @@ def vision_buffers(program: Program, config: VisionConfig, buckets: Sequence[int
         chunk_images=program.io("chunk_images", DType.I32, (chunk_tokens,)))
 
 
-def record_vision(program: Program, config: VisionConfig, weights: Mapping[str, StoredWeight], buffers: VisionBuffers,
-                  buckets: Sequence[int], act: DType) -> RecordedVision:
+def record_vision(program: Program, vision: Vision, weights: Mapping[str, StoredWeight], buffers: VisionBuffers,
+                  act: DType) -> RecordedVision:
     """Record a vision graph per bucket.
 
     Args:
@@ -84,10 +94,10 @@ def record_vision(program: Program, config: VisionConfig, weights: Mapping[str, 
         weights: logical name to stored weight.
         act: activation type, BF16 or F32.
     """
-    recorders = [_record(program, config, weights, buffers, patches, act) for patches in buckets]
+    recorders = [_record(program, vision.config, weights, buffers, patches, act) for patches in vision.buckets]
     graphs = tuple(r.finish([buffers.image_pixels, buffers.image_grid, buffers.image_first], [buffers.image_embeddings])
                    for r in recorders)
-    return RecordedVision(config, tuple(buckets), graphs, tuple(tuple(r.calls) for r in recorders), buffers)
+    return RecordedVision(vision, graphs, tuple(tuple(r.calls) for r in recorders), buffers)
 
 
 def _record(program: Program, config: VisionConfig, weights: Mapping[str, StoredWeight], buffers: VisionBuffers,
@@ -104,18 +114,6 @@ def _record(program: Program, config: VisionConfig, weights: Mapping[str, Stored
     return graph
 
 
-def record_splice(fwd: Forward, buffers: VisionBuffers, residual: Tensor) -> None:
-    """Record, behind the embedding of a prefill chunk, that rows which stand for an image are the image's.
-
-    Args:
-        residual: [chunk_tokens, hidden], the embedded tokens; rows of placeholders are replaced.
-    """
-    capacity, cols = buffers.image_embeddings.shape
-    fwd.graph.call("dflash.splice_embedding/1",
-                   {"sources": buffers.chunk_images, "embeddings": buffers.image_embeddings, "x": residual},
-                   label="vision.splice", rows=residual.shape[0], cols=cols, capacity=capacity, act=fwd.act)
-
-
 def vision_bindings(buffers: VisionBuffers) -> list[manifest_pb2.IoBinding]:
     """The contract's bindings; `output` marks what the host reads."""
     named = [(field.name, getattr(buffers, field.name)) for field in fields(buffers)]
@@ -125,7 +123,7 @@ def vision_bindings(buffers: VisionBuffers) -> list[manifest_pb2.IoBinding]:
 
 
 def vision_identity(target: manifest_pb2.ModelIdentity, checkpoint: Checkpoint,
-                    vision: RecordedVision) -> manifest_pb2.VisionIdentity:
+                    vision: Vision) -> manifest_pb2.VisionIdentity:
     """The encoder's place in the target's checkpoint, and how many rows the largest image has.
 
     Args:

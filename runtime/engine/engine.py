@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dflash_core.errors import CompatibilityError, QualityError, UsageError
 
@@ -21,6 +22,10 @@ from runtime.core import Core
 from runtime.engine.pages import PagePool
 from runtime.engine.prefix import Node, PrefixCache
 from runtime.engine.sequence import Completion, Request, Sequence, StepKind, StepRecord, TokenLogprob
+
+if TYPE_CHECKING:
+    from runtime.vision.encode import VisionEncoder
+    from runtime.vision.rows import PromptImages, RowPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,9 @@ class Engine:
         (self._chunk_tokens,) = core.shape("chunk_tokens")
         self._can_speculate = any(binding.name == "proposal_ids" for binding in contract.io)
         self._depth, self._candidates = core.shape("proposal_ids")[1:] if self._can_speculate else (0, 0)
+        self._sees = any(binding.name == "chunk_images" for binding in contract.io)
+        self._encoder: VisionEncoder | None = None
+        self._rows: RowPool | None = None
 
     @property
     def idle(self) -> bool:
@@ -102,15 +110,31 @@ class Engine:
         """Proposals per step; 0 without a draft."""
         return self._depth
 
+    @property
+    def encoder(self) -> VisionEncoder:
+        """How the core takes images; needs Pillow.
+
+        Raises:
+            CompatibilityError: NO_VISION. FormatError: as `VisionEncoder.of`.
+        """
+        if self._encoder is None:
+            from runtime.vision.encode import VisionEncoder
+            from runtime.vision.rows import RowPool
+
+            self._encoder = VisionEncoder.of(self.core)
+            self._rows = RowPool(self._encoder.capacity)
+        return self._encoder
+
     def generate(self, prompt: SequenceOf[int], request: Request,
-                 on_step: Callable[[StepRecord], None] | None = None) -> Completion:
+                 on_step: Callable[[StepRecord], None] | None = None, images: PromptImages | None = None) -> Completion:
         """Run one prompt to its end, with nothing else in the batch.
 
         Args:
             prompt: token ids, at least one.
+            images: of `prompt`, whose tokens are then `images.prompt.tokens`.
             on_step: told each step's record as it is committed.
         """
-        sequence = self.add(prompt, request)
+        sequence = self.add(prompt, request, images)
         try:
             while sequence.finish_reason is None:
                 for output in self.step():
@@ -120,10 +144,11 @@ class Engine:
             self.abort(sequence)
         return sequence.completion()
 
-    def add(self, prompt: SequenceOf[int], request: Request) -> Sequence:
-        """Queue a prompt. Raises as `check`."""
+    def add(self, prompt: SequenceOf[int], request: Request, images: PromptImages | None = None) -> Sequence:
+        """Queue a prompt, with its images where it has any. Raises as `check`."""
         self.check(prompt, request)
-        sequence = Sequence(tuple(prompt), request)
+        assert images is None or tuple(prompt) == images.prompt.tokens
+        sequence = Sequence(tuple(prompt), request, images)
         self._waiting.append(sequence)
         return sequence
 
@@ -192,8 +217,16 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and self._free_slots:
             sequence = self._waiting[0]
-            prefix = self.prefix.match(sequence.prompt) if self.prefix is not None else None
+            prefix = self.prefix.match(sequence.prompt) if self._reusable(sequence) and self.prefix else None
             if not self._take_pages(sequence, prefix):
+                return
+            try:
+                placed = self._place_images(sequence)
+            except BaseException:
+                self._give_back_pages(sequence)
+                raise
+            if not placed:
+                self._give_back_pages(sequence)
                 return
             self._waiting.popleft()
             sequence.slot = self._free_slots.pop()
@@ -228,6 +261,16 @@ class Engine:
         sequence.prefilled = sequence.taken_over = prefix.depth if prefix is not None else 0
         return True
 
+    def _reusable(self, sequence: Sequence) -> bool:
+        """Whether a prompt may share pages with others: equal tokens say nothing of the images that they stand for."""
+        return self.prefix is not None and sequence.images is None
+
+    def _give_back_pages(self, sequence: Sequence) -> None:
+        self.pages.give_back([page for page in sequence.pages if page not in sequence.shared_pages])
+        if self.prefix is not None and sequence.prefix is not None:
+            self.prefix.release(sequence.prefix)
+        sequence.pages, sequence.prefix, sequence.shared_pages = [], None, set()
+
     def _remember(self, sequence: Sequence) -> None:
         """File the pages of a prompt up to where it was run, and a snapshot of the state there."""
         assert self.prefix is not None
@@ -243,11 +286,24 @@ class Engine:
         self.core.put("slots", 0, [sequence.slot] + [-1] * (self.max_batch - 1))
         self.core.graph(role, 1).run()
 
+    def _place_images(self, sequence: Sequence) -> bool:
+        """Encode a prompt's images; False while other prompts' take the room."""
+        if sequence.images is None:
+            return True
+        started = time.perf_counter()
+        encoder, rows = self.encoder, self._rows
+        assert rows is not None
+        placed = sequence.images.place(encoder, rows)
+        self._took("prefill", started)
+        return placed
+
+    def _release_images(self, sequence: Sequence) -> None:
+        if sequence.images is not None and self._rows is not None:
+            sequence.images.release(self._rows)
+
     def _release(self, sequence: Sequence) -> None:
-        self.pages.give_back([page for page in sequence.pages if page not in sequence.shared_pages])
-        if self.prefix is not None and sequence.prefix is not None:
-            self.prefix.release(sequence.prefix)
-        sequence.pages, sequence.prefix, sequence.shared_pages = [], None, set()
+        self._release_images(sequence)
+        self._give_back_pages(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
 
@@ -273,12 +329,17 @@ class Engine:
         chunk = sequence.prompt[sequence.prefilled:sequence.prefilled + self._chunk_tokens]
         self.core.put("chunk_tokens", 0, [*chunk, *[0] * (self._chunk_tokens - len(chunk))])
         self.core.put("chunk_count", 0, [len(chunk)])
+        if self._sees:
+            images = sequence.images
+            self.core.put("chunk_images", 0, [0] * self._chunk_tokens if images is None else
+                          images.sources(sequence.prefilled, self._chunk_tokens))
         self._launch("prefill", [sequence])
         sequence.prefilled += len(chunk)
-        if self.prefix is not None and sequence.prefilled % self.page_tokens == 0:
+        if self._reusable(sequence) and sequence.prefilled % self.page_tokens == 0:
             self._remember(sequence)
         if sequence.prefilled < len(sequence.prompt):
             return []
+        self._release_images(sequence)
         self._produced([sequence], "prefill")
         tokens = self.core.get("sampled", 0, 1)
         return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], tokens,

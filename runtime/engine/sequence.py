@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from dflash_core.errors import UsageError
 
 from runtime.engine.prefix import Node
+
+if TYPE_CHECKING:
+    from runtime.vision.rows import PromptImages
 
 MAX_TOP_LOGPROBS = 20
 
@@ -126,6 +130,7 @@ class Sequence:
 
     prompt: tuple[int, ...]
     request: Request
+    images: PromptImages | None = None
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     prefix: Node | None = None

@@ -27,7 +27,7 @@ from exporter.package import CoreIdentity, SourceModel, write_core
 from exporter.program.builder import Program
 from exporter.program.graphs import record_program
 from exporter.program.serving import ServingShape
-from exporter.program.vision import record_vision, vision_buffers
+from exporter.program.vision import Vision
 from exporter.target_config import read_target_config
 from exporter.weights import layout_weights
 from runtime import Engine, LoadedCore, Request, load
@@ -75,16 +75,14 @@ def write_vision_core(out: Path, folder: Path, buckets: tuple[int, ...], signer:
                          vocab=config.vocab_size)
     program = Program()
     weights = stored_weights(program, layout)
-    recorded = record_program(program, config, None, weights, shape, (1,), DType.BF16)
-    buffers = vision_buffers(program, tower, buckets, shape.chunk_tokens, DType.BF16)
-    vision = record_vision(program, tower, weights, buffers, buckets, DType.BF16)
+    recorded = record_program(program, config, None, weights, shape, (1,), DType.BF16, Vision(tower, buckets))
     out.mkdir()
     identity = CoreIdentity(
         core_name=out.name, release=1, target=SourceModel(checkpoint, hash_files(checkpoint, lambda _: None), "K3"),
         draft=None, speculation=None, online_quantization=None, online_mxfp8_scope=None, tuning_identity=b"",
         arguments=())
     converted = convert_weights(layout, {"target": checkpoint}, out, lambda _: None)
-    write_core(out, identity, converted, recorded, shape, vision=vision)
+    write_core(out, identity, converted, recorded, shape)
     sign_core(out, signer.key)
     return out
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 from dflash_core.errors import PlanError
+from dflash_core.formats import Format
 from dflash_core.v1 import graph_pb2 as pb
 from dflash_core.v1.manifest_pb2 import ModelIdentity, SourceFile
 
 from exporter.checkpoint import open_checkpoint
-from exporter.models.context import Forward, ImageRows
+from exporter.models.context import Forward, ImageRows, StoredWeight
 from exporter.program.builder import GraphRecorder, Program
-from exporter.program.vision import HOST_INPUTS, record_splice, vision_buffers, vision_identity
+from exporter.program.vision import HOST_INPUTS, Vision, vision_buffers, vision_identity
 from runtime.instantiate import instantiate
 from runtime.ops import DType
 from runtime.structure_graph import check_graph_set
@@ -66,19 +67,21 @@ def test_contract_binds_what_the_host_writes_and_reads(tower):
 @pytest.mark.parametrize("buckets", [(), (0,), (18,), (64, 16), (16, 16), (-4, 16)])
 def test_refuses_buckets_that_are_none(buckets):
     with pytest.raises(PlanError) as refused:
-        vision_buffers(Program(), vision_config(), buckets, 16, DType.F32)
+        vision_buffers(Program(), Vision(vision_config(), buckets), 16, DType.F32)
 
     assert (refused.value.code, refused.value.expected) == ("VISION_BUCKETS", "ascending multiples of 4")
 
 
 def test_prompt_takes_the_rows_of_images_that_were_encoded_before():
-    """A graph that only splices, over the buffers of the vision graphs."""
+    """A graph that only embeds, over the buffers of the vision graphs; every token's own row is 60000."""
     program = Program()
-    buffers = vision_buffers(program, vision_config(), (16,), 4, DType.BF16)
+    buffers = vision_buffers(program, Vision(vision_config(), (16,)), 4, DType.BF16)
+    tokens, table = program.io("tokens", DType.I32, (4,)), program.io("table", DType.BF16, (1, HIDDEN))
     embedded = program.io("embedded", DType.BF16, (4, HIDDEN))
     graph = GraphRecorder(program, "prefill.c4", role="prefill", batch=1, query_tokens=4)
-    record_splice(Forward(graph, {}, DType.BF16, ImageRows(4, buffers.image_grid)), buffers, embedded)
-    recorded = graph.finish([buffers.chunk_images, buffers.image_embeddings], [embedded])
+    Forward(graph, {"embedding": StoredWeight(Format.BF16, table)}, DType.BF16, ImageRows(4, buffers.image_grid),
+            buffers.sources()).embedding(tokens, "embedding", embedded)
+    recorded = graph.finish([tokens, table, buffers.chunk_images, buffers.image_embeddings], [embedded])
     manifest = TinyVision.record(buckets=(16,), act=DType.BF16).manifest
     del manifest.buffers[:], manifest.kernels[:], manifest.contract.io[:]
     manifest.buffers.extend(program.buffers)
@@ -86,7 +89,8 @@ def test_prompt_takes_the_rows_of_images_that_were_encoded_before():
     memory = {b.buffer_id: np.zeros(b.fixed_bytes, np.uint8) for b in program.buffers}
     rows = memory[buffers.image_embeddings.buffer_id].view(np.uint16).reshape(-1, HIDDEN)
     words = memory[embedded.buffer_id].view(np.uint16).reshape(-1, HIDDEN)
-    rows[:], words[:] = np.arange(rows.size).reshape(rows.shape), 60000
+    rows[:] = np.arange(rows.size).reshape(rows.shape)
+    memory[table.buffer_id].view(np.uint16)[:] = 60000
     core = instantiate(mapped_core(manifest, [recorded], memory))
 
     core.graph("prefill", 1).run()
@@ -104,7 +108,7 @@ def test_identity_names_the_files_that_decide_the_embeddings(tower, tmp_path):
     target = ModelIdentity(repository="owner/k3", revision="1" * 40, architecture="KimiK3ForConditionalGeneration",
                            files=[SourceFile(path=name, size_bytes=1, sha256=bytes(32)) for name in names])
 
-    vision = vision_identity(target, open_checkpoint(tmp_path / "k3"), tower.recorded)
+    vision = vision_identity(target, open_checkpoint(tmp_path / "k3"), tower.recorded.vision)
 
     assert (vision.encoder.repository, vision.encoder.revision) == ("owner/k3", "1" * 40)
     assert (vision.encoder.architecture, vision.max_image_tokens) == ("MoonViT3dPretrainedModel", 16)
