@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -38,18 +37,12 @@ def converted(planned: PrecisionPlan) -> set[str]:
 # Kimi K3, whole.
 
 
-def test_kimi_k3_is_planned_from_names_and_shapes_within_three_seconds() -> None:
-    whole = kimi_k3()
-
-    seconds: list[float] = []
-    while len(seconds) < 3 and min(seconds, default=9.0) > 3.0:  # a busy machine slows a thread's own time too
-        started = time.process_time()
-        planned = plan(whole)
-        seconds.append(time.process_time() - started)
+def test_kimi_k3_is_planned_from_names_and_shapes() -> None:
+    """`make bench-kimi` times it."""
+    planned = plan(kimi_k3())
 
     weights = [tensor for tensor in planned.target if tensor.name.endswith(".weight")]
     assert (len(planned.target), len(weights)) == (249_924, 249_694)
-    assert min(seconds) <= 3.0
     rows = {row.group: (row.num_tensors, row.nbytes_before, row.nbytes_after) for row in plan_table(planned)}
     assert rows == {
         "embedding": (1, 2_348_810_240, 2_348_810_240),
