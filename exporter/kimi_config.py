@@ -175,7 +175,8 @@ def read_kimi_config(checkpoint: Checkpoint) -> KimiConfig:
     top = Fields(checkpoint.config, CONFIG_NAME)
     if top.text("model_type", default=family.value) != family.value:
         raise CheckpointError("TARGET_CONTRADICTION", f"model_type does not go with {read_architecture(top.values)}",
-                              where=CONFIG_NAME, expected=family.value, got=short(top.get("model_type")))
+                              where=CONFIG_NAME, expected=family.value, got=short(top.get("model_type")),
+                              hint="download config.json again: it is put together from two models")
     fields = _one_spelling(top.section("text_config") if top.has("text_config") else top)
     _refuse_unsupported(fields)
     num_layers = fields.count("num_hidden_layers")
@@ -224,7 +225,8 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 def _unsupported(fields: Fields, key: str, lost: str) -> CheckpointError:
     return CheckpointError("UNSUPPORTED_FIELD", f"target with {key} {short(fields.get(key))} is not supported: {lost}",
-                           where=fields.where)
+                           where=fields.where, hint="no published model has it: compare config.json with the one that "
+                                                    "was published")
 
 
 def _kda(linear: Fields) -> KdaShape:
@@ -254,7 +256,8 @@ def _moe(fields: Fields) -> MoeShape:
         raise CheckpointError(
             "EXPERTS", "experts cannot be chosen as the config says", where=fields.where,
             expected="groups that divide the experts, and as many in topk_group of them as are chosen",
-            got=f"{experts} experts, {top_k} chosen in {kept} of {groups} groups")
+            got=f"{experts} experts, {top_k} chosen in {kept} of {groups} groups",
+            hint="download config.json again, or mend its expert counts")
     fields.count("num_shared_experts")
     return MoeShape(
         num_experts=experts, top_k=top_k, num_groups=groups, top_groups=kept,
@@ -271,7 +274,8 @@ def _kda_layers(linear: Fields, num_layers: int) -> frozenset[int]:
     if named != list(range(1, num_layers + 1)):
         raise CheckpointError(
             "LAYER_TYPES", "kda_layers and full_attn_layers do not name each layer once", where=linear.where,
-            expected=f"the layers 1 to {num_layers} between them", got=" and ".join(short(n) for n in lists.values()))
+            expected=f"the layers 1 to {num_layers} between them", got=" and ".join(short(n) for n in lists.values()),
+            hint="the lists count layers from 1: download config.json again")
     return frozenset(number - 1 for number in lists["kda_layers"])
 
 

@@ -411,6 +411,6 @@ def test_golden_files_of_every_input_are_kept(bench: Bench) -> None:
 
 
 def test_every_serving_buffer_is_known_to_follow_the_batch_or_not() -> None:
-    fixed = {"chunk_tokens", "chunk_count"}
+    fixed = {"chunk_tokens", "chunk_count", "snapshot"}
 
     assert PER_SLOT | PER_LANE | fixed == {field.name for field in fields(ServingBuffers)}

@@ -58,7 +58,7 @@ def test_nested_config_is_kimi_k3_though_its_text_names_the_older_class() -> Non
     assert (found.kda.lower_bound, found.kda.full_rank_gate, found.mla.output_gate) == (-5.0, True, True)
     assert (found.mla.q_rank, found.moe.latent, found.moe.latent_norm) == (32, 32, True)
     assert found.eos_token_ids == (7,), "the top level names it where the text does not"
-    assert found.notices == ("vision tower and projector are left out: this core answers text alone",)
+    assert found.notices == ()
 
 
 def test_published_sizes_of_kimi_linear_48b() -> None:

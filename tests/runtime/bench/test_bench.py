@@ -207,10 +207,10 @@ def test_refuses_by_name(tiny: Path, arguments: list[str], exit_code: int, code:
 def test_prefill_that_is_not_computed_is_refused(core: LoadedCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a prefix cache would do it: the first chunk is taken as done."""
     class Cached(Engine):
-        def add(self, prompt, request):
-            sequence = super().add(prompt, request)
+        def _take_pages(self, sequence, prefix):
+            taken = super()._take_pages(sequence, prefix)
             sequence.prefilled = 64
-            return sequence
+            return taken
 
     monkeypatch.setattr(measure, "Engine", Cached)
     with pytest.raises(QualityError) as refused:
