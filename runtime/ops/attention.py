@@ -67,7 +67,8 @@ class QueryTile:
         top[np.isneginf(top)] = 0
         np.subtract(scores, top, out=scores)
         np.exp(scores, out=scores)
-        total = np.add.reduce(np.add.reduce(scores, axis=3), axis=0)
+        # Tokens last, so that NumPy sums them pairwise: along another axis it adds one by one, and loses bits.
+        total = np.add.reduce(np.add.reduce(np.ascontiguousarray(scores.swapaxes(3, 4)), axis=4), axis=0)
         mixed = np.add.reduce(np.matmul(values.transpose(0, 1, 3, 2)[:, :, None], scores), axis=0)
         mixed /= np.where(total > 0, total, np.float32(1))[:, :, None]
         kv_heads, repeat, width, _ = mixed.shape
