@@ -175,9 +175,9 @@ def stage(pair: Pair, length: int, max_context: int) -> None:
 
 def time_graph(pair: Pair, name: str, before: Callable[[], None], runs: int) -> tuple[float, list[float]]:
     """Median and samples, in microseconds, of a graph captured as it will be launched."""
-    driver, stream = pair.witness._driver, pair.witness._stream
+    driver, stream = pair.witness.driver, pair.witness.stream
     _, launched = pair.launched[name]
-    handle = pair.witness._capture(launched, pair.addresses)
+    handle = pair.witness.capture(launched, pair.addresses)
     executable = driver.make_executable(handle, name)
     start, end = driver.create_event(timing=True), driver.create_event(timing=True)
     samples = []
@@ -249,8 +249,8 @@ def prefill(folder: Path, tokens: int) -> dict[str, Any]:
     stage(pair, 0, tokens)
     pair.io("chunk_tokens", torch.int32).random_(0, 150000)
     pair.io("chunk_count", torch.int32)[0] = chunk
-    driver, stream = pair.witness._driver, pair.witness._stream
-    handle = pair.witness._capture(pair.launched[name][1], pair.addresses)
+    driver, stream = pair.witness.driver, pair.witness.stream
+    handle = pair.witness.capture(pair.launched[name][1], pair.addresses)
     executable = driver.make_executable(handle, name)
     samples = []
     for _ in range(3):

@@ -49,15 +49,16 @@ class Witness:
     """Captures launches on a device and compares them. Close it, or use it as a context manager.
 
     Attributes:
-        device_name, driver_version: of the device that captured.
+        driver, stream: where launches are captured.
+        device_name, driver_version: of the device that captures.
     """
 
     def __init__(self, program: Program, device: GpuDevice) -> None:
         self.program, self._device = program, device
-        self._driver: Driver = device.driver
-        handle: DeviceHandle = self._driver.device(0)
-        self.device_name, self.driver_version = self._driver.device_name(handle), self._driver.version()
-        self._stream: Stream = self._driver.create_stream()
+        self.driver: Driver = device.driver
+        handle: DeviceHandle = self.driver.device(0)
+        self.device_name, self.driver_version = self.driver.device_name(handle), self.driver.version()
+        self.stream: Stream = self.driver.create_stream()
 
     @classmethod
     def open(cls, program: Program) -> Witness:
@@ -82,7 +83,7 @@ class Witness:
         self.close()
 
     def close(self) -> None:
-        self._driver.destroy_stream(self._stream)
+        self.driver.destroy_stream(self.stream)
         self._device.close()
 
     def check(self, graph: pb.Graph, launched: Launched) -> None:
@@ -94,28 +95,29 @@ class Witness:
         addresses = Addresses(
             {b.buffer_id: FIRST_ADDRESS + (b.buffer_id << ADDRESS_BITS) for b in self.program.buffers},
             {s.symbol_id: s.default_value for s in self.program.symbols})
-        handle = self._capture(launched, addresses)
+        handle = self.capture(launched, addresses)
         try:
             nodes, edges = self._read(handle, graph, launched)
         finally:
-            self._driver.destroy_graph(handle)
+            self.driver.destroy_graph(handle)
         compare(graph, launched, addresses, nodes, edges)
 
-    def _capture(self, launched: Launched, addresses: Addresses) -> GraphHandle:
+    def capture(self, launched: Launched, addresses: Addresses) -> GraphHandle:
+        """The driver's graph of these launches; the caller destroys it. Addresses are written down, never used."""
         for _, compiled in launched:
             load(compiled)  # nothing may be loaded while a stream is captured
-        self._driver.begin_capture(self._stream)
+        self.driver.begin_capture(self.stream)
         try:
             for launch, compiled in launched:
-                run(launch, compiled, addresses, int(self._stream))
+                run(launch, compiled, addresses, int(self.stream))
         finally:
-            handle = self._driver.end_capture(self._stream)
+            handle = self.driver.end_capture(self.stream)
         return handle
 
     def _read(self, handle: GraphHandle, graph: pb.Graph, launched: Launched,
               ) -> tuple[list[CapturedNode], list[tuple[int, int, bool]]]:
         """Captured nodes in the order of the stream, and the edges between their places in it."""
-        read = self._driver.read_graph(handle)
+        read = self.driver.read_graph(handle)
         wrong = [kind for _, kind in read.nodes if kind != "KERNEL"]
         if wrong or len(read.nodes) != len(launched):
             raise _difference(graph.name, "nodes", f"{len(launched)} kernels",
@@ -136,13 +138,13 @@ class Witness:
         return [self._node(handles[key], compiled) for key, (_, compiled) in zip(order, launched, strict=True)], edges
 
     def _node(self, node: NodeHandle, compiled: CompiledKernel) -> CapturedNode:
-        found = self._driver.read_kernel(node)
+        found = self.driver.read_kernel(node)
         sizes = [a.size for a in compiled.arguments] + [8] * len(HIDDEN_POINTERS)
         pointers = (ctypes.c_void_p * len(sizes)).from_address(found.params)
         values = tuple(ctypes.string_at(p or 0, size) for p, size in zip(pointers, sizes, strict=True))
-        attributes = self._driver.read_attributes(node)
+        attributes = self.driver.read_attributes(node)
         cluster = attributes["cluster"] if any(attributes["cluster"]) else (1, 1, 1)
-        return CapturedNode(self._driver.read_function(node), found.grid, found.block, found.shared_bytes, cluster,
+        return CapturedNode(self.driver.read_function(node), found.grid, found.block, found.shared_bytes, cluster,
                             attributes["cooperative"], values)
 
 

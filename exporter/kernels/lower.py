@@ -35,6 +35,7 @@ from exporter.kernels.tuning import (
     STEP_ATTENTION_WARPS,
     STEP_QUERY_ROWS,
     WHOLE_ELEMENTS,
+    WHOLE_ROWS,
     linear_tile,
     packed_slices,
     split_tokens,
@@ -321,7 +322,7 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
     function = linear_rows
     if whole is not None:
         function = linear_whole
-        tile_rows, tile_out, num_warps, stages = STEP_QUERY_ROWS, whole.out, whole.slices, 1
+        tile_rows, tile_out, num_warps, stages = WHOLE_ROWS, whole.out, whole.slices, 1
         constants |= {"R": tile_rows, "BN": tile_out, "SLICES": whole.slices, "WIDTH": whole.width,
                       "EPS": norm.eps if norm else 0.0}
     elif slices is not None:

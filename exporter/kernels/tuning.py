@@ -10,10 +10,21 @@ from dataclasses import dataclass
 
 from dflash_core.formats import FORMATS, Format
 
+# Rows of the largest step graph, eight sequences of a block of sixteen; more rows are a prefill's.
+MAX_STEP_ROWS = 128
+MAX_BLOCK_ROWS = 64  # rows of one sequence in a step graph; more are a prefill's chunk
+# Query rows of an attention block, whatever the graph's: how the probabilities of a row are summed depends on it.
+STEP_QUERY_ROWS = 8
+STEP_ATTENTION_WARPS = 8
+PREFILL_QUERY_ROWS, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3
+MAX_SPLITS = 128  # of the context, for which attention's blocks are shared out
+MIN_SPLIT, MAX_SPLIT = 64, 512
+
 # Matrices of at least this many weights are streamed through shared memory in a loop.
 STREAMED_ELEMENTS = 1 << 23
 # Smaller ones than this are taken whole even where nothing is fused before or after them.
 WHOLE_ELEMENTS = 1 << 21
+WHOLE_ROWS = 8  # activation rows of a block; 16 and 32 were slower at four sequences
 WHOLE_OUT_ROWS = 16
 WHOLE_BLOCK_NBYTES = 200 << 10  # of bf16 weights and activations that a block has on their way to its matrix units
 MIN_SLICE, MAX_SLICE = 128, 512  # columns per warp
@@ -90,7 +101,7 @@ def whole_tile(out_features: int, in_features: int, fmt: Format, *, gated: bool 
         part = in_features // slices
         width = 1 << (part - 1).bit_length()
         if in_features % slices == 0 and part % block == 0 and part >= MIN_SLICE and width <= MAX_SLICE:
-            held = 2 * slices * width * (WHOLE_OUT_ROWS * (2 if gated else 1) + STEP_QUERY_ROWS)
+            held = 2 * slices * width * (WHOLE_OUT_ROWS * (2 if gated else 1) + WHOLE_ROWS)
             return WholeTile(WHOLE_OUT_ROWS, slices, width) if held <= WHOLE_BLOCK_NBYTES else None
     return None
 
@@ -111,15 +122,5 @@ def packed_slices(out_features: int, in_features: int, fmt: Format) -> int | Non
 def split_tokens(context: int) -> int:
     """Positions that one attention block of a step handles: short splits finish sooner, but all that are live are
     merged by one block."""
-    return min(max(1 << (context // MAX_SPLITS - 1).bit_length() if context > MAX_SPLITS else 1, MIN_SPLIT), MAX_SPLIT)
-
-
-MAX_SPLITS = 128
-MIN_SPLIT, MAX_SPLIT = 64, 512
-# Query rows of an attention block, whatever the graph's: how the probabilities of a row are summed depends on it.
-STEP_QUERY_ROWS = 8
-STEP_ATTENTION_WARPS = 8
-MAX_BLOCK_ROWS = 64  # rows of one sequence in a step graph; more are a prefill's chunk
-# Rows of the largest step graph, eight sequences of a block of sixteen; more rows are a prefill.
-MAX_STEP_ROWS = 128
-PREFILL_QUERY_ROWS, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3
+    evenly = -(-context // MAX_SPLITS)
+    return min(max(1 << (evenly - 1).bit_length(), MIN_SPLIT), MAX_SPLIT)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from dflash_core.errors import FormatError, QualityError
 
-from runtime.ops.distribution import F32Array, inverse_cdf, target_distribution
+from runtime.ops.distribution import inverse_cdf, target_distribution
 from runtime.ops.philox import Purpose, draw
-from runtime.ops.registry import U32, Args, Array, DType, Scalar, Step, op, reads, updates, writes
+from runtime.ops.registry import U32, Args, Array, DType, F32Array, Scalar, Step, op, reads, updates, writes
 
 _SAMPLING = (
     reads("temperature", DType.F32, "max_slots"),

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 from dflash_core.errors import FormatError
 
-from runtime.ops.registry import ACT, F32, U32, Args, Array, Scalar, Step, op, reads, to_f32, writes
+from runtime.ops.registry import ACT, F32, U32, Args, Array, F32Array, Scalar, Step, op, reads, to_f32, writes
 
-F32Array = npt.NDArray[np.float32]
 Gated = Callable[[Array, Array], F32Array]
 
 

@@ -12,9 +12,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.ops.decode import F32Array, bf16_to_f32
+from runtime.ops.decode import bf16_to_f32
 from runtime.ops.paged import PAGE_SCALARS, PagedKV
-from runtime.ops.registry import ACT, F32, U32, Args, Array, DType, Scalar, Step, arena, op, reads, to_f32, writes
+from runtime.ops.registry import (
+    ACT,
+    F32,
+    U32,
+    Args,
+    Array,
+    DType,
+    F32Array,
+    Scalar,
+    Step,
+    arena,
+    op,
+    reads,
+    to_f32,
+    writes,
+)
 
 I32 = DType.I32
 TILE_ROWS = 8
@@ -164,15 +179,29 @@ def block_attention(a: Args) -> Step:
                 values[count + i, :, :rows.stop - rows.start] = to_f32(v[rows]).transpose(1, 0, 2)
             key_positions = np.concatenate([key_positions, block.reshape(block_pages, page)])
             blank(keys, values, key_positions < 0)
-            for first in range(base, base + block_rows, TILE_ROWS):
-                last = min(first + TILE_ROWS, base + block_rows)
-                query = np.full(TILE_ROWS, -1)
-                query[:last - first] = positions[first:last]
-                visible = visible_keys(query[None, :, None], key_positions[:, None, :], causal, window)
-                tile.load(q[first:last], query[:last - first] >= 0)
-                out[first:last] = tile.attend(keys, values, visible, last - first)
+            own = slice(base, base + block_rows)
+            attend_block(tile, q[own], positions[own], out[own], keys, values, key_positions, causal, window)
 
     return run
+
+
+def attend_block(tile: QueryTile, q: Array, positions: Array, out: Array, keys: F32Array, values: F32Array,
+                 key_positions: Array, causal: bool, window: int) -> None:
+    """Attention of a draft block's rows, a tile at a time.
+
+    Args:
+        q, positions, out: of the block's rows.
+        keys, values: as `QueryTile.attend` takes them.
+        key_positions: [pages, page_tokens], -1 where there is no key.
+        causal, window: as `visible_keys` takes them.
+    """
+    for first in range(0, len(q), TILE_ROWS):
+        part = slice(first, min(first + TILE_ROWS, len(q)))
+        query = np.full(TILE_ROWS, -1)
+        query[:part.stop - first] = positions[part]
+        tile.load(q[part], query[:part.stop - first] >= 0)
+        visible = visible_keys(query[None, :, None], key_positions[:, None, :], causal, window)
+        out[part] = tile.attend(keys, values, visible, part.stop - first)
 
 
 def visible_keys(query: Array, key: Array, causal: bool, window: int) -> Array:

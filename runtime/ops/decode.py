@@ -11,12 +11,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from runtime.ops.parallel import crew, ranges
-from runtime.ops.registry import Array
-
-F32Array = npt.NDArray[np.float32]
+from runtime.ops.registry import Array, F32Array
 
 E4M3_VALUES: F32Array = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 E8M0_VALUES: F32Array = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)

@@ -7,11 +7,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from runtime.ops.candidates import top_ids
-
-F32Array = npt.NDArray[np.float32]
+from runtime.ops.registry import F32Array
 
 
 def softmax(scores: F32Array, temperature: float) -> F32Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 from dflash_core.errors import FormatError
 
 from runtime.ops.activation import gated, sigmoid
@@ -22,6 +21,7 @@ from runtime.ops.registry import (
     Args,
     DType,
     DTypeOf,
+    F32Array,
     Scalar,
     Step,
     op,
@@ -31,7 +31,6 @@ from runtime.ops.registry import (
     writes,
 )
 
-F32Array = npt.NDArray[np.float32]
 Decode = Callable[[int], F32Array]
 I32, FP32 = DType.I32, DType.F32
 TILE_ROWS = 8

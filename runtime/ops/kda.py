@@ -9,7 +9,6 @@ change; `kda_commit` replays the kept rows with the same operations on the same 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from dflash_core.errors import FormatError
 
 from runtime.ops.activation import sigmoid
@@ -21,6 +20,7 @@ from runtime.ops.registry import (
     Array,
     DType,
     DTypeOf,
+    F32Array,
     Scalar,
     Step,
     op,
@@ -31,7 +31,6 @@ from runtime.ops.registry import (
 )
 from runtime.ops.short_conv import live_rows
 
-F32Array = npt.NDArray[np.float32]
 I32, FP32 = DType.I32, DType.F32
 L2_EPS = np.float32(1e-6)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.ops.attention import TILE_ROWS, QueryTile, wide
-from runtime.ops.decode import F32Array, decode_plain
+from runtime.ops.decode import decode_plain
 from runtime.ops.linear import RowProduct
 from runtime.ops.norm import rms_norm_rows
 from runtime.ops.paged import PAGE_SCALARS, latent_pages
@@ -24,6 +24,7 @@ from runtime.ops.registry import (
     Array,
     DType,
     DTypeOf,
+    F32Array,
     Scalar,
     Step,
     arena,

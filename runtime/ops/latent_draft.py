@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.ops.attention import TILE_ROWS, QueryTile, blank, visible_keys, wide
+from runtime.ops.attention import QueryTile, attend_block, blank, wide
 from runtime.ops.norm import rms_norm_rows
 from runtime.ops.paged import PAGE_SCALARS, latent_pages
 from runtime.ops.registry import (
@@ -124,12 +124,7 @@ def latent_block_attention(a: Args) -> Step:
             key_positions = key_positions.reshape(-1, page)
             blank(keys, keys, key_positions < 0)
             values = np.ascontiguousarray(keys[..., :rank])
-            for first in range(base, base + block_rows, TILE_ROWS):
-                last = min(first + TILE_ROWS, base + block_rows)
-                query = np.full(TILE_ROWS, -1)
-                query[:last - first] = positions[first:last]
-                seen = visible_keys(query[None, :, None], key_positions[:, None, :], causal, window)
-                tile.load(q[first:last], query[:last - first] >= 0)
-                out[first:last] = tile.attend(keys, values, seen, last - first)
+            block = slice(base, base + block_rows)
+            attend_block(tile, q[block], positions[block], out[block], keys, values, key_positions, causal, window)
 
     return run

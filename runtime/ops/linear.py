@@ -15,9 +15,9 @@ from functools import partial
 
 import numpy as np
 
-from runtime.ops.decode import F32Array, decode_mxfp8, decode_nvfp4, decode_plain
+from runtime.ops.decode import decode_mxfp8, decode_nvfp4, decode_plain
 from runtime.ops.parallel import crew, ranges
-from runtime.ops.registry import ACT, U32, Args, Array, DType, DTypeOf, Scalar, Step, op, reads, writes
+from runtime.ops.registry import ACT, U32, Args, Array, DType, DTypeOf, F32Array, Scalar, Step, op, reads, writes
 
 # OpenBLAS computes a product of at most this many multiply-adds on the calling thread, without repacking.
 DIRECT_GEMM_SIZE = 1 << 18

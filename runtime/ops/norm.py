@@ -8,11 +8,23 @@ multiplied by the weight and rounded again. Rounding once gives other bits: for 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from runtime.ops.registry import ACT, F32, U32, Args, Array, DTypeOf, Scalar, Step, op, reads, to_f32, updates, writes
-
-F32Array = npt.NDArray[np.float32]
+from runtime.ops.registry import (
+    ACT,
+    F32,
+    U32,
+    Args,
+    Array,
+    DTypeOf,
+    F32Array,
+    Scalar,
+    Step,
+    op,
+    reads,
+    to_f32,
+    updates,
+    writes,
+)
 
 
 def rms_norm_rows(x: Array, weight: Array, eps: np.float32, out: Array) -> None:

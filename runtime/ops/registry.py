@@ -27,6 +27,7 @@ import numpy.typing as npt
 from dflash_core.errors import FormatError
 
 Array = npt.NDArray[Any]
+F32Array = npt.NDArray[np.float32]
 Step = Callable[[], None]
 
 REGISTRY_NAME = "dflash.cpu"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from runtime.ops.decode import F32Array
 from runtime.ops.norm import rms_norm_rows
 from runtime.ops.paged import PAGE_SCALARS, PagedKV
 from runtime.ops.registry import (
@@ -19,6 +18,7 @@ from runtime.ops.registry import (
     Array,
     DType,
     DTypeOf,
+    F32Array,
     Scalar,
     Step,
     arena,

@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 from dflash_core.errors import CompatibilityError
 
-from runtime.ops.decode import F32Array
 from runtime.ops.parallel import crew, ranges
 from runtime.ops.registry import (
     ACT,
@@ -25,6 +24,7 @@ from runtime.ops.registry import (
     Array,
     DType,
     DTypeOf,
+    F32Array,
     Scalar,
     Step,
     op,
