@@ -24,6 +24,7 @@ from exporter.convert.stream import ConvertedWeights, convert_weights, write_err
 from exporter.draft_config import DraftConfig, read_draft_config
 from exporter.draft_kind import DraftMethod, read_architecture
 from exporter.draft_tensors import check_draft_tensors
+from exporter.kernels.tuning import MAX_STEP_ROWS
 from exporter.kimi_config import KimiConfig, is_kimi, read_kimi_config
 from exporter.models import dense, dflash2, kimi_weights, moonvit
 from exporter.models.context import StoredWeight
@@ -249,7 +250,8 @@ def serving_shape(models: OpenedModels, plan: PrecisionPlan, request: ExportRequ
     """Sizes of the serving buffers.
 
     Raises:
-        PlanError: CONTEXT; more than the target was made for.
+        PlanError: CONTEXT; more than the target was made for. GPU_BATCH; a step of more rows than GPU kernels compute
+            alike for every number of them.
     """
     config, draft = models.target_config, models.draft
     context = request.max_context or min(config.max_position_embeddings, DEFAULT_CONTEXT)
@@ -260,8 +262,15 @@ def serving_shape(models: OpenedModels, plan: PrecisionPlan, request: ExportRequ
     depth = plan.recorded.depth
     candidates = dflash2.candidates(draft.config) if draft is not None and depth else 0
     chunk = CHUNK_TOKENS if request.capability is None else gpu_chunk_tokens(config.hidden_size)
-    return ServingShape(max_batch=max(request.batches), max_context=context, page_tokens=PAGE_TOKENS,
-                        chunk_tokens=chunk, depth=depth, candidates=candidates, vocab=config.vocab_size)
+    shape = ServingShape(max_batch=max(request.batches), max_context=context, page_tokens=PAGE_TOKENS,
+                         chunk_tokens=chunk, depth=depth, candidates=candidates, vocab=config.vocab_size)
+    rows = shape.max_batch * shape.block_rows
+    if request.capability is not None and rows > MAX_STEP_ROWS:
+        raise PlanError("GPU_BATCH", "a step of this batch has more rows than one on a GPU may have", where="--batch",
+                        expected=f"at most {MAX_STEP_ROWS} rows, {MAX_STEP_ROWS // shape.block_rows} sequences",
+                        got=f"{rows} rows, {shape.max_batch} sequences of {shape.block_rows}",
+                        hint="give smaller batches; the server batches what comes by itself")
+    return shape
 
 
 def gpu_chunk_tokens(hidden_size: int) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from dflash_core.errors import CaptureError
+from dflash_core.errors import CaptureError, PlanError
 
 from exporter.capture.compile import check_waits
 from exporter.capture.record import record_gpu
-from tests.tiny_pair import TinyProgram
+from exporter.export import ExportRequest, plan_report
+from tests.tiny_pair import TinyProgram, write_pair
 
 
 def recorded(capability):
@@ -79,3 +80,22 @@ def test_the_target_asks_for_the_shared_memory_of_its_largest_kernel():
     target = recorded(90)
 
     assert target.shared_bytes == max(v.max_dynamic_shared_bytes for k in target.kernels for v in k.variants) > 0
+
+
+@pytest.mark.parametrize(("batch", "capability", "refused"), [(32, 90, False), (33, 90, True), (33, None, False)])
+def test_a_step_has_no_more_rows_than_kernels_compute_alike(tmp_path, batch, capability, refused):
+    """Four rows a sequence; above 128, a step would be computed as a prefill is, whose sums round otherwise."""
+    write_pair(tmp_path, seed=3, draft_head_dim=32)
+    request = ExportRequest(target=tmp_path / "target", draft=tmp_path / "draft", out=tmp_path / "core",
+                            batches=(1, batch), capability=capability)
+    if not refused:
+        assert plan_report(request)
+        return
+
+    with pytest.raises(PlanError) as error:
+        plan_report(request)
+
+    assert (error.value.code, error.value.where, error.value.got) == (
+        "GPU_BATCH", "--batch", "132 rows, 33 sequences of 4")
+    assert error.value.expected == "at most 128 rows, 32 sequences"
+    assert error.value.hint
