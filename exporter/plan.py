@@ -14,8 +14,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from json.encoder import encode_basestring_ascii
 from math import prod
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 from dflash_core.effective import CHECKPOINT, Effective, Origin, Role, effective_precision
 from dflash_core.effective import ONLINE_MXFP8 as MXFP8
@@ -56,8 +58,7 @@ class PlannedCheckpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorEntry]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):
     """One tensor and what becomes of it.
 
     Attributes:
@@ -106,7 +107,6 @@ class PrecisionPlan:
         proposal_head: a separate copy of the target's head; None: proposals use the target's own.
         recorded: what the manifest will say.
         effective: what that means for each role, with its origin.
-        tuning_identity: SHA-256 over the target's plan; no draft setting changes it.
     """
 
     target: tuple[PlannedTensor, ...]
@@ -114,12 +114,16 @@ class PrecisionPlan:
     proposal_head: PlannedTensor | None
     recorded: RecordedPrecision
     effective: tuple[Effective, ...]
-    tuning_identity: bytes
 
     @property
     def online_quantization(self) -> str | None:
         """The manifest's `online_quantization`."""
         return self.recorded.online_quantization
+
+    @property
+    def tuning_identity(self) -> bytes:
+        """SHA-256 over the target's plan, which no draft setting changes. Takes a second for 250,000 tensors."""
+        return _tuning_identity(self.target, self.recorded)
 
     @property
     def skipped(self) -> tuple[PlannedTensor, ...]:
@@ -213,9 +217,7 @@ def _plan(
 
     # 3. The head that proposes.
     head = _plan_head(planned_target, recorded.draft_head_quantization)
-    return PrecisionPlan(
-        planned_target, planned_draft, head, recorded, effective, _tuning_identity(planned_target, recorded)
-    )
+    return PrecisionPlan(planned_target, planned_draft, head, recorded, effective)
 
 
 def plan_table(plan: PrecisionPlan) -> tuple[PlanRow, ...]:
@@ -322,8 +324,8 @@ def _plan_head(target: Sequence[PlannedTensor], asked: str | None) -> PlannedTen
         raise PlanError("HEAD_INELIGIBLE", f"proposal head cannot be converted: {obstacle}",
                         where=f"{source.source} {list(source.shape)}", expected=f"rows of whole {fmt.name} blocks",
                         hint="leave --draft-head-quantization out: proposals then use the target's own head")
-    return replace(
-        source, role="proposal_head", group="head", format=fmt, origin=Origin.FLAG, skipped=False, nbytes_before=0,
+    return source._replace(
+        role="proposal_head", group="head", format=fmt, origin=Origin.FLAG, skipped=False, nbytes_before=0,
         nbytes_after=packed(fmt, source.shape).total, reason="a copy of the target's head for proposals",
     )
 
@@ -391,12 +393,23 @@ def _stored_nbytes(fmt: Format | PackedFormat | None, entry: TensorEntry) -> int
 
 
 def _tuning_identity(target: Sequence[PlannedTensor], recorded: RecordedPrecision) -> bytes:
-    choices = [
-        [tensor.name, list(tensor.shape), tensor.source_dtype, tensor.format.value if tensor.format else ""]
-        for tensor in sorted(target, key=lambda tensor: tensor.name)
-    ]
-    text = json.dumps([recorded.online_quantization, recorded.online_mxfp8_scope, choices], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).digest()
+    """SHA-256 of [online_quantization, scope, [[name, shape, source dtype, format] by name]] as JSON without spaces.
+
+    Tensors of one shape, dtype and format end in the same text, which is written once.
+    """
+    ends: dict[tuple[tuple[int, ...], str, int], str] = {}
+    choices = []
+    for tensor in sorted(target, key=attrgetter("name")):
+        key = (tensor.shape, tensor.source_dtype, id(tensor.format))  # an enum's own hash is slow, its members are one
+        if key not in ends:
+            ends[key] = _compact_json([tensor.shape, tensor.source_dtype, tensor.format.value if tensor.format else ""])
+        choices.append(f"[{encode_basestring_ascii(tensor.name)},{ends[key][1:]}")
+    settings = _compact_json([recorded.online_quantization, recorded.online_mxfp8_scope])
+    return hashlib.sha256(f"{settings[:-1]},[{','.join(choices)}]]".encode()).digest()
+
+
+def _compact_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def _row(plan: PrecisionPlan, part: str, group: str, tensors: Sequence[PlannedTensor]) -> PlanRow:

@@ -212,6 +212,10 @@ def _check_row(recipe: Recipe, row: Row, known: set[str], where: str) -> None:
                       expected="groups, keep_reason or both; or ignored")
     if any(_slots(name) != _slots(row.pattern) for name in row.other_names):
         raise _broken(where, f"{place} has another name with other placeholders", expected=_slots(row.pattern))
+    for name in (row.pattern, *row.other_names):
+        if any("{" in part and _slots(part) != [part] for part in name.split(".")):
+            raise _broken(where, f"{place} has a placeholder that is not a whole part of a name",
+                          expected="placeholders between dots, as in layers.{layer}.norm.weight", got=name)
     for slot in _slots(row.pattern):
         if slot not in SLOT_SYMBOLS:
             raise _broken(where, f"{place} has an unknown placeholder", expected=" or ".join(SLOT_SYMBOLS), got=slot)

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 from dflash_core.errors import RecipeError
 
@@ -25,11 +26,11 @@ MAX_NUMBERED = 100_000  # layers, experts: more is a damaged config
 MAX_LISTED = 12
 
 _SLOT = re.compile(r"\{[a-z]+\}")
-_DIGITS = b"0123456789"
+_NUMBER = re.compile(r"(?<![^.])([0-9]+)(?![^.])")
+_NUMBER_OR_SLOT = re.compile(r"(?<![^.])([0-9]+|\{[a-z]+\})(?![^.])")
 
 
-@dataclass(frozen=True, slots=True)
-class MatchedTensor:
+class MatchedTensor(NamedTuple):
     """A checkpoint tensor under the name that rows describe, its one row, and its layer (None: of no layer)."""
 
     name: str
@@ -82,7 +83,7 @@ def match_tensors(
     matched: list[MatchedTensor] = []
     unknown, ambiguous, twice, misshapen = [], [], [], []
     for name, entry in tensors.items():
-        found = families.fitting(recipe.bare(name))
+        found = families.fitting(name)
         if not found:
             unknown.append(name)
         elif len(found) > 1:
@@ -112,7 +113,7 @@ def match_tensors(
 def find_rows(recipe: Recipe, names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Row | None]:
     """The one row of each name, or None; unlike `match_tensors` it asks for nothing to be complete."""
     families = _Families.of(recipe, config)
-    fitting = {name: families.fitting(recipe.bare(name)) for name in names}
+    fitting = {name: families.fitting(name) for name in names}
     return {name: found[0][0].row if len(found) == 1 else None for name, found in fitting.items()}
 
 
@@ -139,14 +140,7 @@ class _Family:
     slots: tuple[str, ...]
     allowed: tuple[Mapping[str, int], ...]
     layer_at: int | None
-    seen: set[tuple[int, ...]] = field(default_factory=set)
-
-    def fit(self, digits: Sequence[str]) -> tuple[int, ...] | None:
-        """The numbers that a name puts in the placeholders; None when it is not one of this family's names."""
-        try:
-            return tuple([allowed[text] for allowed, text in zip(self.allowed, digits, strict=True)])
-        except KeyError:
-            return None
+    seen: set[tuple[int | None, ...]] = field(default_factory=set)
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this family may have that shape; an ignored one may have any."""
@@ -162,21 +156,42 @@ class _Family:
 
     def missing(self) -> Iterator[str]:
         """Names that the row promises and no tensor has; an optional row promises none."""
-        for numbers in () if self.row.optional else product(*(allowed.values() for allowed in self.allowed)):
+        if self.row.optional or len(self.seen) == prod(map(len, self.allowed)):
+            return
+        for numbers in product(*(allowed.values() for allowed in self.allowed)):
             if numbers not in self.seen:
                 texts = map(str, numbers)
                 yield _SLOT.sub(lambda _: next(texts), self.row.pattern)  # noqa: B023
 
 
 @dataclass(frozen=True, slots=True)
-class _Families:
-    """A recipe against one config; `by_skeleton` finds families by a name's letters, digits and placeholders cut out.
+class _Spelling:
+    """One way to write a family's names.
 
-    A name's candidates each come with the regular expression of one of the family's spellings.
+    Attributes:
+        allowed: what each whole-number part of a name may be; None for the only text that a literal may be.
+        has_literal: whether one of them is a literal.
     """
 
+    family: _Family
+    allowed: tuple[Mapping[str, int | None], ...]
+    has_literal: bool
+
+    def fit(self, digits: Sequence[str]) -> tuple[int | None, ...] | None:
+        """The numbers that a name puts in the placeholders; None when it is not one of this spelling's names."""
+        try:
+            numbers = tuple([allowed[text] for allowed, text in zip(self.allowed, digits, strict=True)])
+        except KeyError:
+            return None
+        return tuple([number for number in numbers if number is not None]) if self.has_literal else numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Families:
+    """A recipe against one config; `by_skeleton` finds spellings by a name's parts between its whole-number parts."""
+
     members: tuple[_Family, ...]
-    by_skeleton: Mapping[bytes, Sequence[tuple[re.Pattern[str], _Family]]]
+    by_skeleton: Mapping[tuple[str, ...], Sequence[_Spelling]]
 
     @classmethod
     def of(cls, recipe: Recipe, config: Mapping[str, Any]) -> _Families:
@@ -184,20 +199,21 @@ class _Families:
         layers = layers_by_type(recipe, config, symbols)
         numbers = {layer_type: _texts(layers[layer_type]) for layer_type in layers}
         members = tuple(_family(row, symbols, numbers) for row in recipe.rows)
-        by_skeleton: dict[bytes, list[tuple[re.Pattern[str], _Family]]] = {}
+        by_skeleton: dict[tuple[str, ...], list[_Spelling]] = {}
         for family in members:
-            for pattern in (family.row.pattern, *family.row.other_names):
-                bare = recipe.bare(pattern)
-                by_skeleton.setdefault(_skeleton(_SLOT.sub("", bare)), []).append((_expression(bare), family))
+            for pattern, prefix in product((family.row.pattern, *family.row.other_names), ("", *recipe.name_prefixes)):
+                parts = _NUMBER_OR_SLOT.split(prefix + recipe.bare(pattern))
+                by_skeleton.setdefault(tuple(parts[::2]), []).append(_spelling(family, parts[1::2]))
         return cls(members, by_skeleton)
 
-    def fitting(self, bare: str) -> list[tuple[_Family, tuple[int, ...]]]:
-        """The families that a name without prefix belongs to, with the numbers it puts in their placeholders."""
+    def fitting(self, name: str) -> list[tuple[_Family, tuple[int | None, ...]]]:
+        """The families that a name belongs to, with the numbers it puts in their placeholders."""
+        parts = _NUMBER.split(name)
         found = []
-        for expression, family in self.by_skeleton.get(_skeleton(bare), ()):
-            match = expression.fullmatch(bare)
-            if match is not None and (numbers := family.fit(match.groups())) is not None:
-                found.append((family, numbers))
+        for spelling in self.by_skeleton.get(tuple(parts[::2]), ()):
+            numbers = spelling.fit(parts[1::2])
+            if numbers is not None:
+                found.append((spelling.family, numbers))
         return found
 
 
@@ -212,18 +228,15 @@ def _family(row: Row, symbols: Mapping[str, int], numbers: Mapping[str, Mapping[
     return _Family(row, shape, slots, tuple(allowed), slots.index("{layer}") if "{layer}" in slots else None)
 
 
+def _spelling(family: _Family, parts: Sequence[str]) -> _Spelling:
+    """The spelling whose numbers and placeholders are `parts`, in order."""
+    of_slots = iter(family.allowed)
+    allowed = tuple({part: None} if part.isdecimal() else next(of_slots) for part in parts)
+    return _Spelling(family, allowed, has_literal=len(allowed) > len(family.allowed))
+
+
 def _texts(numbers: Iterable[int]) -> dict[str, int]:
     return {str(number): number for number in sorted(numbers)}
-
-
-def _skeleton(name: str) -> bytes:
-    """A name without its digits."""
-    return name.encode(errors="surrogatepass").translate(None, _DIGITS)
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    """A pattern as a regular expression with a group for every placeholder."""
-    return re.compile("(\\d+)".join(map(re.escape, _SLOT.split(pattern))), re.ASCII)
 
 
 def _check_numbered(symbol: str, symbols: Mapping[str, int]) -> None:

@@ -121,6 +121,8 @@ BROKEN = [
     ("no-pattern", BASE + 'tensors { role: "mlp" keep_reason: "x" }', "RECIPE_RULE", "lacks a pattern or a role"),
     ("unknown-placeholder", BASE + PROJ.replace("{layer}", "{stage}"), "RECIPE_RULE",
      "unknown placeholder: expected {layer} or {expert} or {block}, got {stage}"),
+    ("part-of-a-part", BASE + PROJ.replace("layers.{layer}", "layer_{layer}"), "RECIPE_RULE",
+     "not a whole part of a name: expected placeholders between dots, as in layers.{layer}.norm.weight"),
     ("uncounted-placeholder", BASE.replace('name: "layers"', 'name: "depth"') + PROJ, "RECIPE_RULE",
      "uses {layer} without its count: expected a symbol layers"),
     ("unknown-symbol", BASE + PROJ.replace('"hidden"', '"width"'), "RECIPE_RULE",
