@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,8 @@ STOP = (2,)
 BARS = {"cold_start_s": (1.0, "at most"), "spec_tokens_per_s": (2000, "at least"), "over_zlab": (40, "at least"),
         "plain_tokens_per_s": (1300, "at least"), "batch4_tokens_per_s": (6000, "at least"),
         "first_graphs_s": (0.040, "at most"), "all_graphs_s": (0.300, "at most"),
-        "equal_prompts": (12, "at least"), "equal_logit_rows": (1.0, "at least"), "rss_mb": (300, "at most")}
+        "equal_prompts": (12, "at least"), "equal_logit_rows": (1.0, "at least"), "rss_mb": (300, "at most"),
+        "divergence_ulp": (2.0, "at most")}
 
 FIRST_TOKEN = """
 import json, re, sys, time
@@ -112,6 +114,7 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
             result["spec" if speculation else "plain"] = {
                 "tokens_per_s": statistics.median(rates), "raw": rates, "ms_per_step": seconds / steps * 1e3,
                 "tokens_per_step": made / steps}
+        result["texts"] = [list(tokens) for tokens in texts[False]]
         result["equal_prompts"] = sum(a == b for a, b in zip(texts[True], texts[False], strict=True))
         for batch in (4, 8):
             result[f"batch{batch}"] = measure_batch(engine, prompts, texts[True], tokens, batch)
@@ -189,6 +192,13 @@ def graph_phase(core: Path, repeats: int) -> list[dict[str, Any]]:
             for _ in range(repeats)]
 
 
+def child(name: str, stdin: str = "") -> Any:
+    """What this script prints as that child: torch never shares a process with the runtime that is measured."""
+    done = subprocess.run([sys.executable, __file__, "--child", name], check=True, capture_output=True, text=True,
+                          input=stdin)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
 def child_zlab(tokens: int) -> dict[str, float]:
     """In a child: z-lab's own loop in bf16, four of the prompts."""
     import dflash.model
@@ -215,6 +225,33 @@ def child_zlab(tokens: int) -> dict[str, float]:
     return {"tokens_per_s": made / seconds, "tokens_per_step": made / sum(len(s.acceptance_lengths) for s in stats)}
 
 
+def child_divergence(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """In a child: where the bf16 core's greedy tokens first leave those of transformers' fp32 model on the CPU.
+
+    The fp32 model reads each prompt with the core's own tokens, so that every position has one history. `margin_ulp` is
+    how much more the fp32 model likes its token than the core's, in steps of bf16 at the size of that logit.
+    """
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.set_grad_enabled(False)
+    target = LlamaForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+    prompts, _ = reference()
+    rows, differing, positions = [], 0, 0
+    for index, (prompt, tokens) in enumerate(zip(prompts, texts, strict=True)):
+        logits = target(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1:-1]
+        ours = torch.tensor(tokens)
+        best, chosen = logits.max(-1), logits.gather(-1, ours[:, None])[:, 0]
+        left = (best.indices != ours).nonzero().flatten().tolist()
+        differing, positions = differing + len(left), positions + len(tokens)
+        if left:
+            at = left[0]
+            margin, size = float(best.values[at] - chosen[at]), float(best.values[at].abs())
+            rows.append({"prompt": index, "position": at, "core": tokens[at], "reference": int(best.indices[at]),
+                         "margin": margin, "margin_ulp": margin / 2.0 ** (math.floor(math.log2(size)) - 7)})
+    return {"positions": positions, "differing_positions": differing, "first": rows}
+
+
 def machine() -> dict[str, str]:
     query = "name,driver_version,clocks.sm,clocks.mem"
     found = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], check=True,
@@ -228,8 +265,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--precision", choices=list(PRECISIONS), nargs="+", default=list(PRECISIONS),
                         help="which of the four; bf16 is among them")
-    parser.add_argument("--child", choices=["zlab"], help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=["zlab", "divergence"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.child == "divergence":
+        print(json.dumps(child_divergence(json.load(sys.stdin))))
+        return
     if args.child:
         print(json.dumps(child_zlab(96)))
         return
@@ -239,9 +279,9 @@ def main() -> None:
     result["precisions"] = {name: measure(name, args.tokens, args.repeats) for name in args.precision}
     result["cold"] = cold_start(export(args.precision[-1]), 5)
     result["graph_phase"] = graph_phase(export(MANY), 3)
-    zlab = subprocess.run([sys.executable, __file__, "--child", "zlab"], check=True, capture_output=True, text=True)
-    result["zlab"] = json.loads(zlab.stdout.strip().splitlines()[-1])
+    result["zlab"] = child("zlab")
     bf16 = result["precisions"]["bf16"]
+    result["divergence"] = child("divergence", json.dumps(bf16["texts"]))
     found = {"cold_start_s": statistics.median(r["wall_s"] for r in result["cold"]),
              "rss_mb": max(r["rss_mb"] for r in result["cold"]),
              "spec_tokens_per_s": bf16["spec"]["tokens_per_s"], "plain_tokens_per_s": bf16["plain"]["tokens_per_s"],
@@ -249,7 +289,8 @@ def main() -> None:
              "batch4_tokens_per_s": bf16["batch4"]["tokens_per_s"], "equal_prompts": bf16["equal_prompts"],
              "equal_logit_rows": bf16["equal_logit_rows"],
              "first_graphs_s": statistics.median(r["first_s"] for r in result["graph_phase"]),
-             "all_graphs_s": statistics.median(r["rest_s"] for r in result["graph_phase"])}
+             "all_graphs_s": statistics.median(r["rest_s"] for r in result["graph_phase"]),
+             "divergence_ulp": max((row["margin_ulp"] for row in result["divergence"]["first"]), default=0.0)}
     result["bars"] = {name: {"bar": bar, "got": found[name],
                              "met": found[name] <= bar if side == "at most" else found[name] >= bar}
                       for name, (bar, side) in BARS.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import struct
 import subprocess
@@ -222,8 +223,22 @@ def verify_step(folder: Path, bandwidth: float) -> dict[str, Any]:
     read = target.size_bytes - embedding
     stage(pair, CONTEXT, 2048)
     us, samples = time_graph(pair, "verify.b1", lambda: stage(pair, CONTEXT, 2048), 20)
+    kinds = time_kinds(pair, "verify.b1", lambda: stage(pair, CONTEXT, 2048))
     pair.witness.close()
-    return {"us": us, "samples_us": samples, "weight_bytes": read, "bandwidth_share": read / us * 1e6 / bandwidth}
+    return {"us": us, "samples_us": samples, "weight_bytes": read, "bandwidth_share": read / us * 1e6 / bandwidth,
+            "kinds_us": kinds}
+
+
+def time_kinds(pair: Pair, name: str, before: Callable[[], None]) -> dict[str, float]:
+    """Microseconds of graphs that hold the launches of one kind alone, those of all layers one after another."""
+    graph, launched = pair.launched[name]
+    kinds: dict[str, list[Any]] = {}
+    for launch, compiled in launched:
+        label = re.sub(r"[.]\d+", "", launch.label)
+        kinds.setdefault(f"{launch.kernel.function.__name__} {label}", []).append((launch, compiled))
+    for kind, members in kinds.items():
+        pair.launched[kind] = (graph, members)
+    return {f"{len(members)} x {kind}": time_graph(pair, kind, before, 10)[0] for kind, members in kinds.items()}
 
 
 def draft_body(folder: Path, settings: PrecisionSettings) -> dict[str, Any]:

@@ -47,11 +47,9 @@ class Server:
         return httpx2.Client(base_url=self.url, timeout=30)
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with `core`, whose token n is spelled " tn", and `keys`."""
-    folder = tmp_path_factory.mktemp("serve")
-    write_pair(folder, seed=3)
+def make_tiny(folder: Path, capability: int | None = None) -> Path:
+    """Fill a folder with `core`, whose token n is spelled " tn", and `keys`."""
+    write_pair(folder, seed=3, draft_head_dim=32 if capability else None)
     tokenizer = Tokenizer(models.WordLevel({f"t{index}": index for index in range(VOCAB)}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Sequence([decoders.Replace("t", " t"), decoders.Fuse()])
@@ -59,8 +57,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "target" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     generate_key(folder / "keys")
     export(ExportRequest(target=folder / "target", draft=folder / "draft", out=folder / "core", batches=(1, 2, 4),
-                         canary=True, core_name="tiny"), load_private_key(folder / "keys" / "key.pem"))
+                         canary=True, core_name="tiny", capability=capability),
+           load_private_key(folder / "keys" / "key.pem"))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `make_tiny`, for a CPU."""
+    return make_tiny(tmp_path_factory.mktemp("serve"))
 
 
 @contextmanager

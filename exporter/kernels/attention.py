@@ -1,8 +1,9 @@
 """Attention over the paged cache, for a tile of rows of one sequence and one K/V head, split at absolute positions.
 
 A split covers SPLIT_TOKENS positions. Each block handles one split and writes its running maximum, sum and mix; the
-last block to arrive merges the splits in order. A row that sees nothing of a split leaves the merge unchanged, bit for
-bit, so a row's result depends on its own visible keys alone. Where only one split is live, its block finishes alone.
+last block to arrive merges the splits in an order that their places alone decide. A split of which a row sees nothing
+adds zero, so a row's result depends on its own visible keys alone. Where only one split is live, its block finishes
+alone.
 
 The probabilities meet V as two bf16 halves (high and remainder), so that they are not rounded to bf16.
 """
@@ -54,6 +55,43 @@ def _rotated(x_ptr, at, d, weight_ptr, table_ptr, position, inside, ROTARY: tl.c
     sin = tl.load(base + half, mask=turning, other=0.0)
     signed = tl.where((d < half)[None, :], -partner, partner)
     return tl.where((d < ROTARY)[None, :], x * cos + signed * sin, x).to(tl.bfloat16)
+
+
+@triton.jit
+def _part(parts_ptr, split, live_splits, M: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Maximum [M] and mix [M, D] of a split; minus infinity and zeros for one that is not live."""
+    here = parts_ptr + split * (M * (HEAD_DIM + 2))
+    m, d = tl.arange(0, M), tl.arange(0, HEAD_DIM)
+    top = tl.load(here + m, mask=split < live_splits, other=float("-inf"), cache_modifier=".cg")
+    mixed = tl.load(here + 2 * M + m[:, None] * HEAD_DIM + d[None, :], mask=split < live_splits, other=0.0,
+                    cache_modifier=".cg")
+    return top, mixed
+
+
+@triton.jit
+def _merged(parts_ptr, live_splits, M: tl.constexpr, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum [M] and mix [M, D] of all live splits, from their maxima, sums and mixes; no load waits for another."""
+    stride: tl.constexpr = M * (HEAD_DIM + 2)
+    m = tl.arange(0, M)
+    s = tl.arange(0, triton.next_power_of_2(SPLITS))
+    live = (s < live_splits)[:, None]
+    at = parts_ptr + s[:, None] * stride + m[None, :]
+    tops = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(at + M, mask=live, other=0.0, cache_modifier=".cg")
+    top = tl.max(tops, axis=0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp(tops - safe[None, :]), axis=0)
+    mixed = tl.zeros([M, HEAD_DIM], tl.float32)
+    for first in range(0, live_splits, 4):
+        top_0, part_0 = _part(parts_ptr, first, live_splits, M, HEAD_DIM)
+        top_1, part_1 = _part(parts_ptr, first + 1, live_splits, M, HEAD_DIM)
+        top_2, part_2 = _part(parts_ptr, first + 2, live_splits, M, HEAD_DIM)
+        top_3, part_3 = _part(parts_ptr, first + 3, live_splits, M, HEAD_DIM)
+        mixed += part_0 * tl.exp(top_0 - safe)[:, None]
+        mixed += part_1 * tl.exp(top_1 - safe)[:, None]
+        mixed += part_2 * tl.exp(top_2 - safe)[:, None]
+        mixed += part_3 * tl.exp(top_3 - safe)[:, None]
+    return total, mixed
 
 
 @triton.jit
@@ -154,28 +192,16 @@ def paged_attention(q_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, table_ptr, k_ptr
     if live_splits > 1:
         lane = (tl.program_id(0) * KV_HEADS + kv_head).to(tl.int64)
         stride: tl.constexpr = M * (HEAD_DIM + 2)
-        here = partial_ptr + (lane * SPLITS + split) * stride
-        tl.store(here + m, top)
-        tl.store(here + M + m, total)
-        tl.store(here + 2 * M + m[:, None] * HEAD_DIM + d[None, :], mixed)
+        own = partial_ptr + (lane * SPLITS + split) * stride
+        tl.store(own + m, top)
+        tl.store(own + M + m, total)
+        tl.store(own + 2 * M + m[:, None] * HEAD_DIM + d[None, :], mixed)
         tl.debug_barrier()
         arrived = tl.atomic_add(counter_ptr + lane, 1, sem="acq_rel", scope="gpu")
         if arrived != live_splits - 1:
             return
         tl.store(counter_ptr + lane, 0)
         tl.debug_barrier()
-        top = tl.full([M], float("-inf"), tl.float32)
-        for s in range(live_splits):
-            top = tl.maximum(top, tl.load(partial_ptr + (lane * SPLITS + s) * stride + m, cache_modifier=".cg"))
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.zeros([M], tl.float32)
-        mixed = tl.zeros([M, HEAD_DIM], tl.float32)
-        for s in range(live_splits):
-            there = partial_ptr + (lane * SPLITS + s) * stride
-            part_top = tl.load(there + m, cache_modifier=".cg")
-            weight = tl.where(part_top == float("-inf"), 0.0, tl.exp(part_top - safe))
-            total += tl.load(there + M + m, cache_modifier=".cg") * weight
-            part = tl.load(there + 2 * M + m[:, None] * HEAD_DIM + d[None, :], cache_modifier=".cg")
-            mixed += part * weight[:, None]
+        total, mixed = _merged(partial_ptr + lane * SPLITS * stride, live_splits, M, HEAD_DIM, SPLITS)
     result = tl.div_rn(mixed, tl.where(total > 0, total, 1.0)[:, None] + tl.zeros([M, HEAD_DIM], tl.float32))
     tl.store(out_ptr + at, result.to(tl.bfloat16), mask=inside[:, None])

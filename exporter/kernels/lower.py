@@ -29,6 +29,7 @@ from exporter.kernels.tuning import (
     MAX_BLOCK_ROWS,
     MAX_STEP_ROWS,
     PACKED_ROWS,
+    PACKED_STAGES,
     PREFILL_QUERY_ROWS,
     PREFILL_STAGES,
     PREFILL_WARPS,
@@ -327,10 +328,10 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
                       "EPS": norm.eps if norm else 0.0}
     elif slices is not None:
         function = linear_packed
-        tile_rows, tile_out, num_warps, stages = PACKED_ROWS, 64 // slices, 4, 3
+        tile_rows, tile_out, num_warps, stages = PACKED_ROWS, 64 // slices, 4, PACKED_STAGES
         constants |= {"SLICES": slices, "STAGES": stages}
     else:
-        tile = linear_tile(out_features, in_features, count, fmt, gated=gated)
+        tile = linear_tile(out_features, in_features, count, fmt, gated=gated, normalized=norm is not None)
         tile_rows, tile_out, num_warps, stages = tile.rows, tile.out, tile.num_warps, tile.stages
         constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages,
                       "EPS": norm.eps if norm else 0.0, "NORM_BK": min(1024, 1 << (in_features - 1).bit_length())}

@@ -32,7 +32,10 @@ MIN_LARGE_TILES = 64  # blocks below which a prefill occupies a device better wi
 PACKED_ROWS = 8  # exporter.kernels.linear_packed.ROWS
 PACKED_COLUMNS = 256  # of a step of exporter.kernels.linear_packed
 PACKED_SLICES = 4
-FEW_PACKED_BLOCKS = 264  # two for each processor of an H200; below, a block shares its reduction out over its warps
+PACKED_STAGES = 3
+FEW_PACKED_BLOCKS = 600  # below, a block shares its reduction out over its warps: faster at 544, slower at 3,880
+# Blocks at most, depth, stages: the fewer blocks share one of an H200's 132 processors, the more each has on its way.
+_STREAMED = ((132, 1024, 3), (264, 512, 3), (396, 256, 6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +57,34 @@ class LinearTile:
     stages: int
 
 
-def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, gated: bool = False) -> LinearTile:
+def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, gated: bool = False,
+                normalized: bool = False) -> LinearTile:
     """The tile for a matrix of this shape and this many activation rows.
 
     Args:
         gated: two products share the block's registers.
+        normalized: the block normalizes its activations, in registers.
     """
     if rows > MAX_STEP_ROWS and in_features % 64 == 0:
         tile = LinearTile(128 if gated else 256, 128, 64, 8, 3)
         if -(-out_features // tile.out) * -(-rows // tile.rows) >= MIN_LARGE_TILES:
             return tile
-    depth = next(d for d in (128, 64, 32) if in_features % d == 0)
     if rows > MAX_STEP_ROWS:
-        return LinearTile(64, 64, min(depth, 64), 4, 4)
+        return LinearTile(64, 64, _depth(64, in_features), 4, 4)
     # At most 32 weight rows: from 64 on the compiler takes another matrix instruction, whose sums may round otherwise,
     # and it would do so for some numbers of rows only.
-    tile_rows = 8 if rows <= 8 else 16 if rows <= 16 else 32 if rows <= 32 else 64
-    return LinearTile(tile_rows, 16, depth, 1, 5) if tile_rows <= 16 else LinearTile(tile_rows, 32, depth, 2, 4)
+    if rows > 16:
+        return LinearTile(32 if rows <= 32 else 64, 32, _depth(128, in_features), 2, 4)
+    depth, stages = 128, 5
+    if fmt is Format.BF16 and not normalized:  # nothing is held in registers: shared memory alone bounds the depth
+        blocks = -(-out_features // 16)
+        depth, stages = next((choice for most, *choice in _STREAMED if blocks <= most and not gated), (128, 8))
+    return LinearTile(8 if rows <= 8 else 16, 16, _depth(depth, in_features), 1, stages)
+
+
+def _depth(most: int, in_features: int) -> int:
+    """Columns of a step: a power of two of at least 32 that divides the reduction."""
+    return next(depth for depth in (1024, 512, 256, 128, 64, 32) if depth <= most and in_features % depth == 0)
 
 
 @dataclass(frozen=True, slots=True)
