@@ -146,6 +146,8 @@ def replay_requests(
             print(f"replayed    {report.requests} requests, {report.steps} steps   "
                   f"{'the same core' if report.same_core else 'another core'}")
             print(f"accepted    {report.accepted_before:.3f} a step then, {report.accepted_now:.3f} now")
+            if report.with_images:
+                print(f"left out    {report.with_images} requests with images, which are not recorded")
             found = report.divergence
             print("tokens      all equal" if found is None else
                   f"tokens      differ first in {found.request_id}, step {found.step}: "

@@ -87,7 +87,7 @@ class Engine:
         (self._chunk_tokens,) = core.shape("chunk_tokens")
         self._can_speculate = any(binding.name == "proposal_ids" for binding in contract.io)
         self._depth, self._candidates = core.shape("proposal_ids")[1:] if self._can_speculate else (0, 0)
-        self._sees = any(binding.name == "chunk_images" for binding in contract.io)
+        self.sees = any(binding.name == "chunk_images" for binding in contract.io)
         self._encoder: VisionEncoder | None = None
         self._rows: RowPool | None = None
 
@@ -329,7 +329,7 @@ class Engine:
         chunk = sequence.prompt[sequence.prefilled:sequence.prefilled + self._chunk_tokens]
         self.core.put("chunk_tokens", 0, [*chunk, *[0] * (self._chunk_tokens - len(chunk))])
         self.core.put("chunk_count", 0, [len(chunk)])
-        if self._sees:
+        if self.sees:
             images = sequence.images
             self.core.put("chunk_images", 0, [0] * self._chunk_tokens if images is None else
                           images.sources(sequence.prefilled, self._chunk_tokens))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflash_core.errors import DflashError
 from starlette.applications import Starlette
@@ -17,19 +17,26 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from runtime.engine import Engine
 from runtime.serve.answers import Answer, AnswerHead, step_document
 from runtime.serve.body import read_json
 from runtime.serve.core_view import CoreFacts, graph_document, identity_document
 from runtime.serve.errors import ApiError
 from runtime.serve.guard import Guard, is_loopback
 from runtime.serve.hangup import until_hangup
+from runtime.serve.images import ImageReader, placed
 from runtime.serve.metrics import Metrics
 from runtime.serve.openapi import describe
 from runtime.serve.protocol import ChatBody, CompletionBody, SamplingBody, parse_body
-from runtime.serve.settings import ServeSettings
+from runtime.serve.settings import MAX_BODY_BYTES, MAX_IMAGE_BODY_BYTES, ServeSettings
 from runtime.serve.text import TextAssembler
 from runtime.serve.worker import EngineWorker, FailedEvent, Job, QueueFullError
 from runtime.text import CoreText
+from runtime.vision.splice import image_text
+
+if TYPE_CHECKING:
+    from runtime.vision.preprocess import ImagePatches
+    from runtime.vision.rows import PromptImages
 
 PAGE = Path(__file__).with_name("page.html")
 _PAGE_POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -104,6 +111,7 @@ class Routes:
     def __init__(self, state: ServerState) -> None:
         self._state = state
         self._page = PAGE.read_text("utf-8")
+        self._images = ImageReader()
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(self._page, headers={"content-security-policy": _PAGE_POLICY, "cache-control": "no-store",
@@ -148,24 +156,46 @@ class Routes:
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> Response:
-        body = parse_body(CompletionBody, await read_json(request, self._state.settings.body_timeout_s))
+        body = parse_body(CompletionBody, await self._json(request))
         served = self._state.ready()
         self._check_model(body.model)
         prompt = served.text.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
-        return await self._answer(request, body, served, prompt, body.max_tokens, body.logprobs, chat=False)
+        images = self._placed(prompt, (), param="prompt")
+        return await self._answer(request, body, served, prompt, images, body.max_tokens, body.logprobs, chat=False)
 
     async def chat(self, request: Request) -> Response:
-        body = parse_body(ChatBody, await read_json(request, self._state.settings.body_timeout_s))
+        body = parse_body(ChatBody, await self._json(request))
         served = self._state.ready()
         self._check_model(body.model)
-        messages = [message.document() for message in body.messages]
         try:
-            prompt = served.text.encode_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            patches = await self._images.read(self._engine(), body.messages)
+            texts = (image_text(image.width, image.height) for image in patches)
+            prompt = served.text.encode_chat([message.document(texts) for message in body.messages],
+                                             add_generation_prompt=body.add_generation_prompt)
         except DflashError as e:
             raise ApiError.of(e) from e
+        images = self._placed(prompt, patches, param="messages")
+        prompt = prompt if images is None else list(images.prompt.tokens)
         room = served.facts.manifest.contract.max_context - len(prompt)
         max_tokens = body.max_completion_tokens or body.max_tokens or max(room, 1)
-        return await self._answer(request, body, served, prompt, max_tokens, body.wanted_logprobs, chat=True)
+        return await self._answer(request, body, served, prompt, images, max_tokens, body.wanted_logprobs, chat=True)
+
+    async def _json(self, request: Request) -> Any:
+        """The body; of a core that sees it may be as large as images are."""
+        engine = self._state.worker.engine
+        most = MAX_IMAGE_BODY_BYTES if engine is not None and engine.sees else MAX_BODY_BYTES
+        return await read_json(request, self._state.settings.body_timeout_s, most)
+
+    def _engine(self) -> Engine:
+        engine = self._state.worker.engine
+        assert engine is not None
+        return engine
+
+    def _placed(self, tokens: list[int], patches: Sequence[ImagePatches], *, param: str) -> PromptImages | None:
+        try:
+            return placed(self._engine(), tokens, patches)
+        except DflashError as e:
+            raise ApiError.of(e, param=param) from e
 
     def _model(self) -> dict[str, Any]:
         served = self._state.ready()
@@ -178,20 +208,19 @@ class Routes:
             raise ApiError(404, f"the model {name!r} is not served here, {served.model!r} is", param="model",
                            code="model_not_found")
 
-    async def _answer(self, request: Request, body: SamplingBody, served: Served, prompt: list[int], max_tokens: int,
-                      logprobs: int | None, *, chat: bool) -> Response:
+    async def _answer(self, request: Request, body: SamplingBody, served: Served, prompt: list[int],
+                      images: PromptImages | None, max_tokens: int, logprobs: int | None, *, chat: bool) -> Response:
         head = AnswerHead.new(chat=chat, model=served.model, fingerprint=served.fingerprint)
         worker = self._state.worker
         try:
             job = worker.submit(head.request_id, prompt,
-                                body.request(max_tokens, served.text.stop_token_ids, logprobs))
+                                body.request(max_tokens, served.text.stop_token_ids, logprobs), images)
         except QueueFullError as e:
             raise ApiError(429, "too many requests wait already", kind="rate_limit_error", code="queue_full",
                            headers={"retry-after": str(e.retry_after_s)}) from e
         except DflashError as e:
             raise ApiError.of(e) from e
-        assert worker.engine is not None
-        answer = Answer(head, served.text, TextAssembler(served.text, body.stops), len(prompt), worker.engine.depth,
+        answer = Answer(head, served.text, TextAssembler(served.text, body.stops), len(prompt), self._engine().depth,
                         logprobs is not None)
         if body.stream:
             return StreamingResponse(self._stream(answer, job, body), media_type="text/event-stream",

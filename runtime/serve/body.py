@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from runtime.serve.errors import ApiError
-from runtime.serve.settings import MAX_BODY_BYTES, MAX_JSON_DEPTH
+from runtime.serve.settings import MAX_JSON_DEPTH
+
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
 
 
-async def read_json(request: Request, timeout_s: float) -> Any:
+async def read_json(request: Request, timeout_s: float, max_bytes: int) -> Any:
     """The body as JSON.
 
     Raises:
         ApiError: 415, not declared as JSON (a page of another origin cannot declare it without asking); 413, larger
-            than MAX_BODY_BYTES; 408, it does not arrive in time; 400, not UTF-8, not JSON, or nested too deeply.
+            than max_bytes; 408, it does not arrive in time; 400, not UTF-8, not JSON, or nested too deeply.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be declared as application/json", code="unsupported_media_type")
     try:
-        data = await asyncio.wait_for(_read(request), timeout_s)
+        data = await asyncio.wait_for(_read(request, max_bytes), timeout_s)
     except TimeoutError as e:
         raise ApiError(408, "the body did not arrive in time", code="request_timeout") from e
     except ClientDisconnect as e:
@@ -30,16 +34,16 @@ async def read_json(request: Request, timeout_s: float) -> Any:
     return parse_json(data)
 
 
-async def _read(request: Request) -> bytes:
-    too_large = ApiError(413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="body_too_large",
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large",
                          headers={"connection": "close"})
     declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
         raise too_large
     data = bytearray()
     async for piece in request.stream():
         data += piece
-        if len(data) > MAX_BODY_BYTES:
+        if len(data) > max_bytes:
             raise too_large
     return bytes(data)
 
@@ -65,20 +69,7 @@ def _refuse_constant(name: str) -> Any:
 def _depth(text: str) -> int:
     """How deep brackets nest, those inside strings left out."""
     deepest = level = 0
-    in_string = escaped = False
-    for char in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "[{":
-            level += 1
-            deepest = max(deepest, level)
-        elif char in "]}":
-            level -= 1
+    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+        level += 1 if bracket in "[{" else -1
+        deepest = max(deepest, level)
     return deepest

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dflash_core.errors import DflashError
+from dflash_core.errors import DflashError, ImageError
 from starlette.responses import JSONResponse
 
 _PARAM_OF_CODE = {
@@ -30,8 +30,14 @@ class ApiError(Exception):
         return cls(400, message, param=param, code=code)
 
     @classmethod
-    def of(cls, error: DflashError) -> ApiError:
-        """A request that the core cannot run, or a step that failed."""
+    def of(cls, error: DflashError, param: str = "messages") -> ApiError:
+        """A request that the core cannot run, or a step that failed.
+
+        Args:
+            param: where images are, if one is at fault.
+        """
+        if isinstance(error, ImageError):
+            return cls(400, str(error).replace("\n", ";"), param=param, code=error.code.lower())
         if error.code == "REQUEST":
             return cls(400, str(error).replace("\n", ";"), param=error.where, code="invalid_value")
         if error.code in _PARAM_OF_CODE:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, field_validator, model_validator
@@ -93,16 +93,23 @@ class Message(_Body):
             return value
         return {name: item for name, item in value.items() if name not in EMPTY_IN_MESSAGES or item not in (None, [])}
 
-    def document(self) -> dict[str, Any]:
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """Its images, in order."""
+        return tuple(part for part in self.content if isinstance(part, ImagePart)) if isinstance(self.content, list) \
+            else ()
+
+    def document(self, image_texts: Iterator[str]) -> dict[str, Any]:
         """The message as a chat template takes it: one text, no nulls, a call's arguments as an object.
 
+        Args:
+            image_texts: what stands for each of the conversation's images, in order; this message's are taken from it.
         Raises:
-            ApiError: 400 for an image, since no core that this runtime loads has vision; for a message that says
-                nothing; for arguments that are no JSON object.
+            ApiError: 400 for a message that says nothing; for arguments that are no JSON object.
         """
         if self.content is None and not self.tool_calls:
             raise ApiError.bad_request("a message needs content", param="messages")
-        found: dict[str, Any] = {"role": self.role, "content": self._text()}
+        found: dict[str, Any] = {"role": self.role, "content": self._text(image_texts)}
         for name in ("name", "reasoning_content", "tool_call_id"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)
@@ -113,14 +120,10 @@ class Message(_Body):
                 for call in self.tool_calls]
         return found
 
-    def _text(self) -> str:
+    def _text(self, image_texts: Iterator[str]) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        for part in self.content:
-            if isinstance(part, ImagePart):
-                raise ApiError.bad_request("this core has no vision: leave out the images", param="messages",
-                                           code="unsupported_content")
-        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+        return "".join(part.text if isinstance(part, TextPart) else next(image_texts) for part in self.content)
 
 
 def _arguments(text: str) -> dict[str, Any]:

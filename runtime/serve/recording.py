@@ -45,7 +45,8 @@ class Recorder:
         self._file.close()
 
     def submitted(self, job: Job) -> None:
-        self._write({"id": job.request_id, "prompt": job.prompt, "request": asdict(job.request)})
+        self._write({"id": job.request_id, "prompt": job.prompt, "request": asdict(job.request),
+                     "images": 0 if job.images is None else len(job.images.images)})
 
     def stepped(self, job: Job, record: StepRecord, now: float) -> None:
         self._write({"id": job.request_id, "kind": record.kind.value, "tokens": record.tokens,
@@ -74,13 +75,19 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request and the steps it was served with; `end` is None when the server was killed meanwhile."""
+    """A request and the steps it was served with.
+
+    Attributes:
+        images: how many its prompt had; what they showed is not recorded.
+        end: None when the server was killed meanwhile.
+    """
 
     request_id: str
     core_digest: str
     prompt: tuple[int, ...]
     request: Request
     steps: tuple[RecordedStep, ...]
+    images: int
     end: str | None
 
 
@@ -96,9 +103,15 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What came of a replay; acceptance is kept proposals per verify step, over the steps that both made."""
+    """What came of a replay; acceptance is kept proposals per verify step, over the steps that both made.
+
+    Attributes:
+        requests: that were run again.
+        with_images: that were not, since their images are not recorded.
+    """
 
     requests: int
+    with_images: int
     steps: int
     same_core: bool
     divergence: Divergence | None
@@ -122,7 +135,9 @@ def read_requests(folder: Path) -> list[RecordedRequest]:
 
 def replay_requests(requests: list[RecordedRequest], core: Core) -> ReplayReport:
     """Run recorded requests again, each alone, and compare tokens. A request that was cut short is compared as far as
-    it went."""
+    it went; one that had images is left out."""
+    with_images = sum(recorded.images > 0 for recorded in requests)
+    requests = [recorded for recorded in requests if not recorded.images]
     engine = Engine(core, record_candidates=False)
     steps, before, now = 0, [], []
     divergence = None
@@ -137,8 +152,8 @@ def replay_requests(requests: list[RecordedRequest], core: Core) -> ReplayReport
         now += kept_now
         if divergence is None:
             divergence = _first_difference(recorded, replayed)
-    return ReplayReport(len(requests), steps, {r.core_digest for r in requests} == {core.core_digest}, divergence,
-                        _mean(before), _mean(now))
+    same_core = {r.core_digest for r in requests} <= {core.core_digest}
+    return ReplayReport(len(requests), with_images, steps, same_core, divergence, _mean(before), _mean(now))
 
 
 def _first_difference(recorded: RecordedRequest, replayed: tuple[StepRecord, ...]) -> Divergence | None:
@@ -176,7 +191,7 @@ def _read_file(path: Path) -> Iterator[RecordedRequest]:
     for request_id, head in heads.items():
         settings = {**head["request"], "stop_token_ids": tuple(head["request"]["stop_token_ids"])}
         yield RecordedRequest(request_id, digest, tuple(head["prompt"]), Request(**settings), tuple(steps[request_id]),
-                              ends.get(request_id))
+                              int(head.get("images", 0)), ends.get(request_id))
 
 
 def _mean(values: list[int]) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_BODY_BYTES = 1 << 20
+MAX_IMAGE_BODY_BYTES = 8 << 20  # of a core that sees: images come in base64, four bytes for three
 MAX_JSON_DEPTH = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256

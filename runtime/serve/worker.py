@@ -19,12 +19,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dflash_core.errors import DflashError, DriverError
 
 from runtime.core import Core
 from runtime.engine import Engine, FinishReason, Request, Sequence, StepRecord, StepTimes
+
+if TYPE_CHECKING:
+    from runtime.vision.rows import PromptImages
 
 _log = logging.getLogger(__name__)
 MAX_RETRY_AFTER_S = 30
@@ -65,6 +68,7 @@ class Job:
     prompt: tuple[int, ...]
     request: Request
     loop: asyncio.AbstractEventLoop
+    images: PromptImages | None = None
     queue: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     sequence: Sequence | None = None
     arrived: float = 0.0
@@ -164,7 +168,8 @@ class EngineWorker:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, request_id: str, prompt: SequenceOf[int], request: Request) -> Job:
+    def submit(self, request_id: str, prompt: SequenceOf[int], request: Request,
+               images: PromptImages | None = None) -> Job:
         """Queue a request; from an event loop, which will be told of its steps.
 
         Raises:
@@ -175,7 +180,8 @@ class EngineWorker:
         engine = self.engine
         assert engine is not None
         engine.check(prompt, request)
-        job = Job(request_id, tuple(prompt), request, asyncio.get_running_loop(), arrived=time.perf_counter())
+        job = Job(request_id, tuple(prompt), request, asyncio.get_running_loop(), images=images,
+                  arrived=time.perf_counter())
         with self._lock:
             if self._stopped:
                 raise self._stop_error()
@@ -230,7 +236,10 @@ class EngineWorker:
         self.core = self._load(self)
         self.startup_s["load"] = time.perf_counter() - started
         self._prepare(self, self.core)
-        self.engine = Engine(self.core, record_candidates=False)
+        engine = Engine(self.core, record_candidates=False)
+        if engine.sees:
+            _ = engine.encoder  # made on this thread, so that no request has to
+        self.engine = engine
         self.startup_s["total"] = time.perf_counter() - started
         self._phase = Phase("ready")
         self.on_ready()
@@ -247,7 +256,7 @@ class EngineWorker:
                 return False
             assert job is not None
             if command == "add":
-                job.sequence = self.engine.add(job.prompt, job.request)
+                job.sequence = self.engine.add(job.prompt, job.request, job.images)
                 self._jobs[job.sequence] = job
                 for observer in self._observers:
                     observer.submitted(job)
