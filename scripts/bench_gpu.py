@@ -124,19 +124,37 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Any]:
 
 def measure_batch(engine: Any, prompts: Sequence[list[int]], solo: Sequence[tuple[int, ...]], tokens: int,
                   batch: int) -> dict[str, Any]:
-    """Total rate with `batch` sequences at a time, and how many give the tokens they give alone."""
+    """Total rate with up to `batch` sequences at a time, and how many give the tokens they give alone.
+
+    The next prompt joins when a sequence ends, as in a server; `grouped` waits for all of a group before the next one.
+    """
+    refilled = [run_batch(engine, [prompts], tokens, batch) for _ in range(3)]
+    groups = [prompts[first:first + batch] for first in range(0, len(prompts), batch)]
+    grouped = run_batch(engine, groups, tokens, batch)
+    middle = sorted(refilled, key=lambda run: run["tokens_per_s"])[1]
+    return {"tokens_per_s": middle["tokens_per_s"], "mean_live_seqs": middle["mean_live_seqs"],
+            "raw": [run["tokens_per_s"] for run in refilled], "grouped_tokens_per_s": grouped["tokens_per_s"],
+            "equal_prompts": min(sum(a == b for a, b in zip(run["texts"], solo, strict=True))
+                                 for run in (*refilled, grouped))}
+
+
+def run_batch(engine: Any, groups: Sequence[Sequence[list[int]]], tokens: int, batch: int) -> dict[str, Any]:
+    """Rate, mean number of sequences in a step, and texts of groups of prompts that run one after another."""
     from runtime.engine import Request
 
-    made = equal = 0
+    request = Request(max_tokens=tokens, stop_token_ids=STOP)
+    sequences, live, steps = [], 0, 0
     started = time.perf_counter()
-    for first in range(0, len(prompts), batch):
-        request = Request(max_tokens=tokens, stop_token_ids=STOP)
-        sequences = [engine.add(p, request) for p in prompts[first:first + batch]]
-        while not engine.idle:
+    for group in groups:
+        waiting = list(group)
+        while waiting or not engine.idle:
+            while waiting and engine.running + engine.waiting < batch:
+                sequences.append(engine.add(waiting.pop(0), request))
             engine.step()
-        made += sum(len(s.tokens) for s in sequences)
-        equal += sum(tuple(s.tokens) == t for s, t in zip(sequences, solo[first:first + batch], strict=True))
-    return {"tokens_per_s": made / (time.perf_counter() - started), "equal_prompts": equal}
+            live, steps = live + engine.running, steps + 1
+    seconds = time.perf_counter() - started
+    return {"tokens_per_s": sum(len(s.tokens) for s in sequences) / seconds, "mean_live_seqs": live / steps,
+            "texts": [tuple(s.tokens) for s in sequences]}
 
 
 def equal_logits(core: Any, engine: Any, prompts: Sequence[list[int]], tokens: int) -> float:
