@@ -3,7 +3,8 @@
 What is fused, and never changes a bit of what the ops say:
 - positions, tokens and embedding at the start of a graph;
 - a norm into the linear that alone reads it; a residual add, or SiLU times up, into the linear before it;
-- accept and the context positions that follow from it.
+- accept and the context positions that follow from it;
+- a recurrent layer's convolution and gates, and the commit of all its rows into the scan that made them.
 Every other op is a kernel of its own. A launch keeps the numbers of the op calls it computes.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from dflash_core.errors import CaptureError, PlanError
 from dflash_core.formats import Format
 
-from exporter.kernels import accept, candidates, conv, rows, sampling, selector
+from exporter.kernels import accept, candidates, conv, recurrent, rows, sampling, selector
 from exporter.kernels.attention import paged_attention
 from exporter.kernels.attention_many import prefill_attention
 from exporter.kernels.epilogue import ADD, SILU, STORE, STORE_F32
@@ -61,6 +62,9 @@ ALONE: dict[str, Lower] = {
     "dflash.selector_walk/1": selector.lower_selector_walk,
     "dflash.argmax_proposals/1": selector.lower_argmax_proposals,
     "dflash.sample/1": sampling.lower_sample,
+    "dflash.conv_window/1": recurrent.lower_conv_window,
+    "dflash.kda_commit/1": recurrent.lower_kda_commit,
+    "dflash.gated_norm/1": recurrent.lower_gated_norm,
 }
 
 
@@ -114,6 +118,8 @@ class _Lowering:
             return [_norm_launch(call, call.operands["residual"], call.operands["delta"], None)]
         if call.op == "dflash.accept/1":
             return self._accept(index, call)
+        if call.op == recurrent.RECURRENCE[0]:
+            return self._recurrence(index)
         if call.op in ("dflash.rope_cache/1", "dflash.norm_rope_cache/1"):
             follow = self.calls[index + 1] if index + 1 < len(self.calls) else call
             if follow.op == "dflash.attention/1" and follow.number("block_rows") <= STEP_QUERY_ROWS:
@@ -187,6 +193,21 @@ class _Lowering:
             self.done.add(follow)
             return accept.lower_accept([call, self.calls[follow]], self.program)
         return accept.lower_accept([call], self.program)
+
+    def _recurrence(self, index: int) -> list[Launch]:
+        """A recurrent layer's rows and scan; its commit too, where that is told to keep all the rows."""
+        calls = self.calls[index:index + len(recurrent.RECURRENCE)]
+        if tuple(c.op for c in calls) != recurrent.RECURRENCE:
+            raise CaptureError("GPU_OP", "no kernel computes a recurrence in this order", where=calls[0].label,
+                               expected=", ".join(recurrent.RECURRENCE), got=", ".join(c.op for c in calls))
+        self.done |= {index + 1, index + 2}
+        scan = calls[-1]
+        for later in self._readers(index + 2, scan.operands["changes"]):
+            commit = self.calls[later]
+            if commit.op == "dflash.kda_commit/1" and commit.operands["positions"] == scan.operands["positions"]:
+                self.done.add(later)
+                return recurrent.lower_recurrence(calls, commit, self.program)
+        return recurrent.lower_recurrence(calls, None, self.program)
 
     def _attention(self, call: OpCall, rope: OpCall | None = None) -> Launch:
         """Attention, with the rotation and the cache write before it where all rows of a group fit one tile."""

@@ -226,8 +226,9 @@ def _mend_interpreter() -> None:
             return interpreter.TensorHandle(op(*wide).astype(ml_dtypes.bfloat16).view(np.uint16), tl.bfloat16)
         return binary(builder, left, right, op)
 
-    def bf16_product(builder: Any, a: Any, b: Any, c: Any, precision: Any, imprecise: Any) -> Any:
-        wide = [h.data.view(ml_dtypes.bfloat16).astype(np.float32) for h in (a, b)]
+    def product(builder: Any, a: Any, b: Any, c: Any, precision: Any, imprecise: Any) -> Any:
+        wide = [h.data if h.dtype.scalar == tl.float32 else h.data.view(ml_dtypes.bfloat16).astype(np.float32)
+                for h in (a, b)]
         return interpreter.TensorHandle(np.matmul(*wide, dtype=np.float32) + c.data, c.dtype.scalar)
 
     def inline_asm(builder: Any, asm: str, constraints: str, args: list[Any], types: list[Any], pure: bool,
@@ -241,7 +242,7 @@ def _mend_interpreter() -> None:
 
     builder = interpreter.InterpreterBuilder
     builder.cast_impl, builder.create_fp_to_fp, builder.binary_op = through_fp32, through_fp32, bf16_arithmetic
-    builder.create_dot = bf16_product
+    builder.create_dot = product
     builder.create_inline_asm = inline_asm
     interpreter._patch_lang_tensor = scalar_bounds
     interpreter._convert_float = nearest
