@@ -16,7 +16,7 @@ import statistics
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -70,14 +70,16 @@ def draft_of(target: Mapping[str, Any], layers: int, intermediate: int) -> dict[
                           "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}}
 
 
-def write_sparse(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """A checkpoint of these bf16 tensors that takes no room on the disk."""
+def write_sparse(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]],
+                 packed: Collection[str] = ()) -> None:
+    """A checkpoint of these tensors, bf16 or, if `packed`, bytes, that takes no room on the disk."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     header, end = {}, 0
     for name, shape in shapes.items():
-        nbytes = 2 * prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        dtype, element_nbytes = ("U8", 1) if name in packed else ("BF16", 2)
+        nbytes = prod(shape) * element_nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         end += nbytes
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as out:
@@ -112,10 +114,15 @@ def record_pair(folder: Path, target: Mapping[str, Any], draft: Mapping[str, Any
         write_sparse(folder / "draft", draft, {"candidate_selector.predecessor_codebook": (1, 1)})
         draft_config = read_draft_config(open_checkpoint(folder / "draft"), config)
         write_sparse(folder / "draft", draft, draft_tensor_shapes(draft_config))
-    request = ExportRequest(target=folder / "target", draft=folder / "draft" if draft else None, out=folder / "core",
-                            settings=settings, capability=CAPABILITY, max_context=max_context)
+    return record_request(ExportRequest(
+        target=folder / "target", draft=folder / "draft" if draft else None, out=folder / "core", settings=settings,
+        capability=CAPABILITY, max_context=max_context))
+
+
+def record_request(request: ExportRequest) -> tuple[Any, WeightLayout, dict[str, Any]]:
+    """Plan, record and compile what an export would, and stop before weights are read."""
     models = open_models(request, Silent())
-    plan = plan_models(models, settings)
+    plan = plan_models(models, request.settings)
     shape = serving_shape(models, plan, request)
     layout = layout_weights(weight_specs(models, plan, shape))
     recorded = record(models, plan, layout, shape, request)
@@ -128,7 +135,11 @@ def record_pair(folder: Path, target: Mapping[str, Any], draft: Mapping[str, Any
 def make_pair(folder: Path, target: Mapping[str, Any], draft: Mapping[str, Any] | None, settings: PrecisionSettings,
               max_context: int) -> Pair:
     """A recorded pair in device memory, with random weights."""
-    recorded, layout, launched = record_pair(folder, target, draft, settings, max_context)
+    return place_pair(*record_pair(folder, target, draft, settings, max_context))
+
+
+def place_pair(recorded: Any, layout: WeightLayout, launched: dict[str, Any]) -> Pair:
+    """Device memory for every buffer, weights filled at random."""
     sizes = {b.blob_id: b.size_bytes for b in layout.blobs}
     symbols = {s.symbol_id: s.default_value for s in recorded.program.symbols}
     memory = {}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from runtime.serve.body import parse_json
@@ -179,14 +180,36 @@ def test_nesting_is_allowed_up_to_its_limit() -> None:
         parse_json(b"[" * 65 + b"]" * 65)
 
 
-def test_no_file_or_address_is_read_on_a_clients_word(server: Server, monkeypatch) -> None:
+class Touched:
+    """What this process, which serves too, opens and connects to, as the interpreter tells it."""
+
+    def __init__(self) -> None:
+        self.files: list[Any] = []
+        self.ports: list[Any] = []
+        self.listens = True
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, details: tuple[Any, ...]) -> None:
+        if self.listens and event == "open":
+            self.files.append(details[0])
+        elif self.listens and event == "socket.connect" and isinstance(details[1], tuple):
+            self.ports.append(details[1][1])
+
+
+def test_no_file_or_address_is_read_on_a_clients_word(server: Server, tmp_path: Path) -> None:
     """Images are refused before anything looks at where they lie."""
-    opened: list[Any] = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: opened.append(args) or [])
-    with httpx2.Client(transport=httpx2.HTTPTransport(), base_url=server.url.replace("localhost", "127.0.0.1")) as http:
-        monkeypatch.undo()
-        for url in ("file:///etc/passwd", "http://127.0.0.1:1/x.png", "data:image/png;base64,AAAA"):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(b"")
+    with server.http() as http, socket.create_server(("127.0.0.1", 0)) as trap:
+        port, touched = trap.getsockname()[1], Touched()
+        for url in (f"file://{secret}", f"http://127.0.0.1:{port}/x.png", "data:image/png;base64,AAAA"):
             answer = http.post("/v1/chat/completions", json={"model": "tiny", "messages": [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-    assert opened == []
+        before = [str(secret) in map(str, touched.files), port in touched.ports]
+        secret.read_bytes()
+        socket.create_connection(("127.0.0.1", port)).close()
+        touched.listens = False
+
+    assert before == [False, False]
+    assert [str(secret) in map(str, touched.files), port in touched.ports] == [True, True], "the ear is deaf"
