@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from dflash_core.compat import CPU, Device, Requirement, requirements, select_target, unmet
+from dflash_core.compat import CPU, Device, Requirement, fit_symbols, requirements, select_target, unmet
 from dflash_core.errors import CompatibilityError, FormatError, ResourceError
 from dflash_core.v1 import graph_pb2
 
@@ -70,9 +70,8 @@ def check(verified: VerifiedCore, device: Device) -> CheckedCore:
         raise FormatError("GRAPH_REF", "a device target needs one graph file for this rank", where=target.name,
                           expected=1, got=len(files))
     graphs = verified.graph_set(files[0])
-    symbols = {s.symbol_id: s.default_value if s.HasField("default_value") else s.minimum for s in manifest.symbols}
     return CheckedCore(verified, device, target, tuple(graphs.graphs), {t.template_id: t for t in graphs.templates},
-                       symbols)
+                       fit_symbols(manifest, target.target_id, device.free_bytes))
 
 
 def _refuse(requirement: Requirement, core_name: str) -> None:

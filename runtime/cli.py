@@ -354,6 +354,8 @@ def generate(
         print()
         if done.phases:
             print(f"load        {done.phase_summary()}", file=sys.stderr)
+        if done.capacity.snapshot_slots:
+            print(f"room        {done.capacity}", file=sys.stderr)
         print(f"generate    {done.summary()}", file=sys.stderr)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from dflash_core.errors import ExitCode, UsageError
 
+from .capacity import capacity_of
 from .cli_options import (
     DeviceOption,
     DraftBodyOption,
@@ -88,7 +89,8 @@ def debug_serve(
             told = state.served.canary
             checked = (f"canary held: {told['accepted_per_step']:.2f} accepted a step, at least {told['bound']:.2f}"
                        if told else "no canary was replayed")
-            stage_line("ready", f"{url}   {checked}", seconds)
+            room = capacity_of(state.worker.core.manifest, state.worker.core.symbols)
+            stage_line("ready", f"{url}   {room}   {checked}", seconds)
 
         serve(core, TrustPolicy.load(trust_path(trust)), settings, nbytes=nbytes, on_listen=on_listen,
               on_ready=on_ready)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import runtime
+from runtime.capacity import Capacity, capacity_of
 from runtime.engine import Completion, Engine, Request, StepKind, StepRecord
 from runtime.gpu.core import GpuCore
 from runtime.text import CoreText
@@ -27,6 +28,7 @@ class Generated:
     prefill_s: float
     decode_s: float
     phases: Mapping[str, float]
+    capacity: Capacity
 
     @property
     def decode_steps(self) -> int:
@@ -46,6 +48,7 @@ class Generated:
             "tokens_per_step": self.completion.tokens_per_step, "tokens_per_s": self.tokens_per_s,
             "accepted_per_step": accepted, "load_s": self.load_s, "prefill_s": self.prefill_s,
             "decode_s": self.decode_s, "load_phases": dict(self.phases),
+            "kv_tokens": self.capacity.kv_tokens, "snapshot_slots": self.capacity.snapshot_slots,
         }
 
     def phase_summary(self) -> str:
@@ -90,4 +93,5 @@ def generate(path: Path, trust: TrustPolicy, prompt: str, request: Request, *, c
         completion = engine.generate(ids, replace(request, stop_token_ids=stop), on_step)
         ended = time.perf_counter()
         return Generated(len(ids), text.decode(completion.tokens), completion, core.core_digest, loaded - started,
-                         first[0] - loaded, ended - first[0], core.phases if isinstance(core, GpuCore) else {})
+                         first[0] - loaded, ended - first[0], core.phases if isinstance(core, GpuCore) else {},
+                         capacity_of(core.manifest, core.symbols))

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from dflash_core.compat import CPU, fit_symbols
 from dflash_core.effective import has_draft
 from dflash_core.errors import UsageError
 from dflash_core.formats import FORMATS
@@ -24,6 +25,8 @@ from dflash_core.v1.manifest_pb2 import ModelIdentity, RebuildManifest
 from dflash_core.v1.weights_pb2 import TensorView
 
 from .archive import open_core
+from .capacity import Capacity, capacity_of
+from .check import available_bytes
 from .inspect_precision import Component, Precision, components_of, precision_of
 from .sbom import sbom
 from .structure import check_manifest_structure
@@ -113,21 +116,6 @@ class Weights:
     weights: int
     nbytes: int
     bits_per_weight: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How much a loader that decides nothing else makes room for.
-
-    Attributes:
-        kv_tokens: tokens of all sequences together.
-        snapshot_slots: states of prompts that were seen; 0 for a target without recurrent states.
-        state_nbytes: one sequence's recurrent states, and so one snapshot.
-    """
-
-    kv_tokens: int
-    snapshot_slots: int
-    state_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +284,13 @@ def _histogram(graph: Graph, nodes: Iterable[GraphNode], kernels: Mapping[int, s
 
 
 def _capacity(manifest: RebuildManifest) -> Capacity:
-    counts = {s.name: s.default_value if s.HasField("default_value") else s.minimum for s in manifest.symbols}
-    contract = manifest.contract
-    return Capacity(counts.get("kv_pages", 0) * contract.page_tokens, counts.get("snapshots", 0),
-                    contract.state_bytes_per_slot)
+    """For this machine's processor and the memory that is free now; as recorded, for a core without a CPU target."""
+    target = next((t.target_id for t in manifest.device_targets if t.name == CPU), None)
+    if target is None:
+        values = {s.symbol_id: s.default_value or s.minimum for s in manifest.symbols}
+    else:
+        values = fit_symbols(manifest, target, available_bytes())
+    return capacity_of(manifest, {s.name: values[s.symbol_id] for s in manifest.symbols})
 
 
 def _memory(manifest: RebuildManifest) -> tuple[Memory, ...]:

@@ -54,8 +54,7 @@ def _lines(report: CoreReport) -> Iterable[str]:
         if report.vision.max_image_tokens is not None:
             yield _line("", f"images of at most {report.vision.max_image_tokens} tokens")
     room = report.capacity
-    snapshots = f", {room.snapshot_slots:,} snapshot slots of {human_bytes(room.state_nbytes)}"
-    yield _line("room for", f"{room.kv_tokens:,} KV tokens{snapshots if room.snapshot_slots else ''}")
+    yield _line("room for", f"{room}{f' of {human_bytes(room.state_nbytes)}' if room.snapshot_slots else ''}")
     graphs = "recorded without a device" if report.export_device is None else f"captured on {report.export_device}"
     yield _line("exported", f"by dflash {report.exporter_version or '(version not recorded)'}, graphs {graphs}")
     roles = Counter(item.role for item in report.files)

@@ -28,6 +28,13 @@ _PTX_DRIVERS = {
 }
 
 
+KV_PAGES, SNAPSHOTS = "kv_pages", "snapshots"
+FILLED_SHARE = 0.95
+"""Of the memory that is free: the rest is for what a driver needs beside buffers."""
+SNAPSHOT_SHARE = 0.5
+"""Of the memory that is left once everything else has its room."""
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A machine's side of the comparison.
@@ -108,6 +115,41 @@ def buffer_bytes(buffer: graph_pb2.Buffer, blob_bytes: Mapping[int, int], symbol
     if buffer.HasField("blob_id"):
         return blob_bytes[buffer.blob_id]
     return buffer.fixed_bytes + sum(symbols[t.symbol_id] * t.bytes for t in buffer.size_terms)
+
+
+def fit_symbols(manifest: manifest_pb2.RebuildManifest, target_id: int, free_bytes: int) -> dict[int, int]:
+    """Value of every symbol on a device: the recorded default where memory allows it, less where it does not.
+
+    Of `snapshots` there are as many as half of the memory that is left then holds, and no more than there are pages of
+    K/V, each of which ends at one depth that a prompt can be taken up from.
+
+    Args:
+        free_bytes: memory that the core may take; where the smallest values do not fit, they are the answer.
+    Returns:
+        Symbol id to value.
+    """
+    target = [b for b in manifest.buffers if for_target(b, target_id)]
+    unit = {s.symbol_id: sum(t.bytes for b in target for t in b.size_terms if t.symbol_id == s.symbol_id)
+            for s in manifest.symbols}
+    values = {s.symbol_id: s.minimum for s in manifest.symbols}
+    left = int(free_bytes * FILLED_SHARE) - sum(memory_bytes(manifest, values, target_id).values())
+
+    def grow(symbol: graph_pb2.Symbol, wanted: int, room: int) -> int:
+        """Raise a symbol's value towards `wanted`; returns the bytes that takes."""
+        nbytes = unit[symbol.symbol_id]
+        more = max(0, wanted - symbol.minimum)
+        more = min(more, max(0, room) // nbytes) if nbytes else more
+        values[symbol.symbol_id] += more
+        return more * nbytes
+
+    for symbol in manifest.symbols:
+        if symbol.name != SNAPSHOTS and symbol.HasField("default_value"):
+            left -= grow(symbol, symbol.default_value, left)
+    pages = max((values[s.symbol_id] for s in manifest.symbols if s.name == KV_PAGES), default=0)
+    for symbol in manifest.symbols:
+        if symbol.name == SNAPSHOTS:
+            left -= grow(symbol, min(pages, symbol.maximum), int(left * SNAPSHOT_SHARE))
+    return values
 
 
 def memory_bytes(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_core.compat import SNAPSHOTS
 from dflash_core.effective import effective_precision
 from dflash_core.errors import VerificationError
 from dflash_core.v1.graph_pb2 import KERNEL, Graph, GraphNode, GraphTemplate, NodeKind
@@ -60,7 +61,7 @@ def identity_document(core: Core, facts: CoreFacts) -> dict[str, Any]:
         "method": speculation.method or None, "depth": speculation.draft_depth,
         "precision": precision_document(manifest), "max_context": contract.max_context,
         "max_batch": contract.max_batch, "vocab_size": contract.vocab_size, "kv_pages": core.symbols["kv_pages"],
-        "page_tokens": contract.page_tokens,
+        "page_tokens": contract.page_tokens, "snapshot_slots": core.symbols.get(SNAPSHOTS, 0),
         "graphs": [{"name": g.name, "role": g.role, "batch": g.bucket.batch} for g in facts.graphs]}
 
 

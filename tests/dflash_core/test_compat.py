@@ -1,7 +1,7 @@
 """Which device runs a core, how large its buffers are, and what is unmet."""
 
 import pytest
-from dflash_core.compat import Device, buffer_bytes, memory_bytes, requirements, select_target, unmet
+from dflash_core.compat import Device, buffer_bytes, fit_symbols, memory_bytes, requirements, select_target, unmet
 from dflash_core.errors import CompatibilityError
 from dflash_core.v1 import graph_pb2 as pb
 from dflash_core.v1.manifest_pb2 import RebuildManifest
@@ -69,3 +69,32 @@ def test_needs_one_rank(world, names):
         manifest.parallelism.world_size = world
 
     assert [r.name for r in unmet(requirements(manifest, Device("cpu", None, 1 << 40)))] == names
+
+
+def hybrid():
+    """The core above with a snapshot arena of 100 bytes a place, at least 1 and at most 50 of them."""
+    manifest = core("cpu", "sm_90a")
+    manifest.symbols.add(symbol_id=2, name="snapshots", minimum=1, maximum=50, default_value=4)
+    manifest.buffers.add(buffer_id=6, buffer_class=pb.STATE).size_terms.add(symbol_id=2, bytes=100)
+    manifest.buffers.add(buffer_id=7, buffer_class=pb.SCRATCH, device_target=1, fixed_bytes=1_000_000)
+    return manifest
+
+
+# The least is 1,495 + 100 bytes, of 95 % of what is free; eight more pages are 512.
+@pytest.mark.parametrize(("free", "pages", "snapshots"), [
+    (0, 2, 1), (1679, 2, 1), (1747, 3, 1), (2217, 9, 1), (2218, 10, 1), (2428, 10, 1), (2429, 10, 2),
+    (2850, 10, 4), (4112, 10, 9), (4113, 10, 10), (1 << 40, 10, 10)])
+def test_pages_fill_what_is_free_and_snapshots_half_of_the_rest(free, pages, snapshots):
+    assert fit_symbols(hybrid(), 0, free) == {1: pages, 2: snapshots}
+
+
+def test_snapshots_are_no_more_than_the_core_allows():
+    manifest = hybrid()
+    manifest.symbols[1].maximum = 3
+
+    assert fit_symbols(manifest, 0, 1 << 40) == {1: 10, 2: 3}
+
+
+def test_a_core_without_states_takes_the_pages_it_was_exported_for():
+    assert fit_symbols(core("cpu"), 0, 1 << 40) == {1: 10}
+    assert fit_symbols(core("cpu"), 0, 1495) == {1: 2}

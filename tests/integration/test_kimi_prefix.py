@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from dflash_core.compat import fit_symbols
+from dflash_core.v1.manifest_pb2 import RebuildManifest
 
 from runtime import Engine, LoadedCore, Request, load
 from runtime.engine import Sequence as Running
@@ -39,9 +41,17 @@ def kimi(request: pytest.FixtureRequest, signer: Signer, tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("kimi")
     pair = make_pair(folder, request.param, PairSpec(block_size=4, fit_steps=0), lambda target, prompt: [])
     out = folder / "core"
-    with (make_core(signer, out, pair.target_path, pair.draft_path, batches=(1, 2), max_context=320) as core,
-          load(out, trust=signer.trust) as reference):
-        yield Loaded(out, core, reference)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("runtime.check.fit_symbols", few_snapshots)
+        with (make_core(signer, out, pair.target_path, pair.draft_path, batches=(1, 2), max_context=320) as core,
+              load(out, trust=signer.trust) as reference):
+            yield Loaded(out, core, reference)
+
+
+def few_snapshots(manifest: RebuildManifest, target_id: int, free_bytes: int) -> dict[int, int]:
+    """Four, as in little memory, so that some must go."""
+    return fit_symbols(manifest, target_id, free_bytes) | {
+        s.symbol_id: 4 for s in manifest.symbols if s.name == "snapshots"}
 
 
 class Watched:
@@ -140,9 +150,9 @@ def test_inspect_says_how_many_tokens_and_snapshots_there_is_room_for(kimi: Load
     print_report(report)
 
     state = kimi.core.manifest.contract.state_bytes_per_slot
-    assert (report.capacity.kv_tokens, report.capacity.snapshot_slots) == (2 * 320, 4)
+    assert (report.capacity.kv_tokens, report.capacity.snapshot_slots) == (2 * 320, 10)
     assert report.capacity.state_nbytes == state == 4 * (4 * 32 * 32 * 4 + 3 * 3 * 128 * 4)
-    assert "room for" in capsys.readouterr().out.split("640 KV tokens, 4 snapshot slots of ")[0]
+    assert "room for" in capsys.readouterr().out.split("640 KV tokens, 10 snapshot slots of ")[0]
 
 
 def test_prompt_that_was_given_up_halfway_leaves_only_what_it_ran(kimi: Loaded) -> None:
