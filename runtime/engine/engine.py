@@ -326,7 +326,7 @@ class Engine:
         return token_logprobs(self.core, first_row, tokens, sequence.request.top_logprobs)
 
     def _prefill(self, sequence: Sequence) -> list[StepOutput]:
-        chunk = sequence.prompt[sequence.prefilled:sequence.prefilled + self._chunk_tokens]
+        chunk = sequence.prompt[sequence.prefilled:self._chunk_end(sequence)]
         self.core.put("chunk_tokens", 0, [*chunk, *[0] * (self._chunk_tokens - len(chunk))])
         self.core.put("chunk_count", 0, [len(chunk)])
         if self.sees:
@@ -344,6 +344,12 @@ class Engine:
         tokens = self.core.get("sampled", 0, 1)
         return [StepOutput(sequence, sequence.commit(StepKind.PREFILL, sequence.prompt[-1], tokens,
                                                      logprobs=self._logprobs(sequence, 0, tokens)))]
+
+    def _chunk_end(self, sequence: Sequence) -> int:
+        """Where a prompt's next chunk ends: where a snapshot may be filed, at the last page border that it reaches."""
+        end = min(sequence.prefilled + self._chunk_tokens, len(sequence.prompt))
+        border = end - end % self.page_tokens
+        return border if self._reusable(sequence) and border > sequence.prefilled else end
 
     def _decode(self, sequences: list[Sequence]) -> list[StepOutput]:
         anchors = [s.tokens[-1] for s in sequences]

@@ -168,3 +168,20 @@ def test_prompt_that_was_given_up_halfway_leaves_only_what_it_ran(kimi: Loaded) 
 
     assert found.taken_over == [PAGE]
     assert_like_cold(kimi, found, [B])
+
+
+def test_a_chunk_longer_than_a_prompt_ends_at_its_last_page_border(signer: Signer, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """As chunks of a GPU core are: without that no snapshot of a short prompt would ever be filed."""
+    monkeypatch.setattr("exporter.export.CHUNK_TOKENS", 4 * PAGE)
+    pair = make_pair(tmp_path, KIMI_LINEAR, PairSpec(block_size=4, fit_steps=0), lambda target, prompt: [])
+    out = tmp_path / "core"
+    with (make_core(signer, out, pair.target_path, pair.draft_path, batches=(1, 2), max_context=320) as core,
+          load(out, trust=signer.trust) as reference):
+        kimi, engine, depths = Loaded(out, core, reference), Engine(core), []
+        for prompt in (A, B, A, OTHER):
+            found = Watched(engine, [prompt])
+            depths += found.taken_over
+            assert_like_cold(kimi, found, [prompt])
+
+    assert depths == [0, 128, 128, 0]
