@@ -99,7 +99,7 @@ def _nvfp4(w_ptr, scale_ptr, row, k0, IN: tl.constexpr):
 
 
 @triton.jit
-def _fragments(values, SLICES: tl.constexpr, WIDTH: tl.constexpr):
+def fragments(values, SLICES: tl.constexpr, WIDTH: tl.constexpr):
     """[64, 4, WIDTH / 4] values as [SLICES, 64 / SLICES, WIDTH]: renumbered, in the threads that have them."""
     each: tl.constexpr = 4 * (WIDTH // 64)  # columns that a thread holds of one pair of matrix instructions
     split = values.reshape(2, 4, 8, THREADS, WIDTH // (THREADS * each), each)  # half, warp, row, thread, step, column
@@ -107,21 +107,22 @@ def _fragments(values, SLICES: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _activations(x, SLICES: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows x [SLICES, ROWS, WIDTH], renumbered as `_fragments` renumbers columns: [SLICES, WIDTH, ROWS]."""
+def activations(x, SLICES: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows x [SLICES, rows, WIDTH], renumbered as `fragments` renumbers columns: [SLICES, WIDTH, rows]."""
+    rows: tl.constexpr = x.shape[1]
     each: tl.constexpr = 4 * (WIDTH // 64)
     steps: tl.constexpr = WIDTH // (THREADS * each)
     if WIDTH == 64:  # codes 0 2 1 3 of four
-        split = x.reshape(SLICES, ROWS, THREADS, steps, 2, 2)
+        split = x.reshape(SLICES, rows, THREADS, steps, 2, 2)
         ordered = tl.permute(split, (0, 1, 3, 2, 5, 4))
     else:  # low codes of bytes 0 2 1 3 alternate with their high codes
-        split = x.reshape(SLICES, ROWS, THREADS, steps, 2, 2, 2)
+        split = x.reshape(SLICES, rows, THREADS, steps, 2, 2, 2)
         ordered = tl.permute(split, (0, 1, 3, 2, 5, 4, 6))
-    return tl.permute(ordered.reshape(SLICES, ROWS, WIDTH), (0, 2, 1))
+    return tl.permute(ordered.reshape(SLICES, rows, WIDTH), (0, 2, 1))
 
 
 @triton.jit
-def _product(w, x, acc):
+def slices_product(w, x, acc):
     """w [SLICES, BN, WIDTH] times x [SLICES, WIDTH, ROWS] added to acc; without slices acc is [BN, ROWS]."""
     if len(acc.shape) == 2:
         return tl.dot(w.reshape(w.shape[1], w.shape[2]), x.reshape(x.shape[1], x.shape[2]), acc)
@@ -164,18 +165,18 @@ def linear_packed(x_ptr, w_ptr, scale_ptr, global_ptr, residual_ptr, out_ptr, ro
         for part in tl.static_range(256 // WIDTH):
             k = s[:, None] * SLICE + k0 + part * WIDTH + tl.arange(0, WIDTH)[None, :]
             x = tl.load(x_ptr + r[None, :, None] * IN + k[:, None, :], mask=live[None, :, None], other=0.0)
-            x = _activations(x, SLICES, WIDTH)
+            x = activations(x, SLICES, WIDTH)
             if FORMAT == 1:
                 w = _mxfp8(w_ptr, scales, row, k0, part, IN)
             else:
                 w = _nvfp4(w_ptr, scale_ptr, row, k0 + part * WIDTH, IN)
-            acc = _product(_fragments(w, SLICES, WIDTH), x, acc)
+            acc = slices_product(fragments(w, SLICES, WIDTH), x, acc)
             if EPILOGUE == 2:
                 if FORMAT == 1:
                     w_up = _mxfp8(w_ptr, up_scales, row + OUT * IN, k0, part, IN)
                 else:
                     w_up = _nvfp4(w_ptr, scale_ptr, row + OUT * IN, k0 + part * WIDTH, IN)
-                up = _product(_fragments(w_up, SLICES, WIDTH), x, up)
+                up = slices_product(fragments(w_up, SLICES, WIDTH), x, up)
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
         up = tl.sum(up, axis=0)

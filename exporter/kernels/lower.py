@@ -16,7 +16,19 @@ from dataclasses import dataclass, replace
 from dflash_core.errors import CaptureError, PlanError
 from dflash_core.formats import Format
 
-from exporter.kernels import accept, candidates, conv, recurrent, rows, sampling, selector
+from exporter.kernels import (
+    accept,
+    activation,
+    candidates,
+    conv,
+    experts,
+    recurrent,
+    residual_mix,
+    router,
+    rows,
+    sampling,
+    selector,
+)
 from exporter.kernels.attention import paged_attention
 from exporter.kernels.attention_many import prefill_attention
 from exporter.kernels.epilogue import ADD, SILU, STORE, STORE_F32
@@ -65,6 +77,13 @@ ALONE: dict[str, Lower] = {
     "dflash.conv_window/1": recurrent.lower_conv_window,
     "dflash.kda_commit/1": recurrent.lower_kda_commit,
     "dflash.gated_norm/1": recurrent.lower_gated_norm,
+    "dflash.silu_mul/1": activation.lower_gated,
+    "dflash.situ_mul/1": activation.lower_gated,
+    "dflash.sigmoid_mul/1": activation.lower_sigmoid_mul,
+    "dflash.residual_mix/1": residual_mix.lower_residual_mix,
+    "dflash.route/1": router.lower_route,
+    "dflash.experts/1": experts.lower_experts,
+    "dflash.experts_mxfp4/1": experts.lower_experts,
 }
 
 

@@ -172,17 +172,17 @@ class _Results:
 
 
 def _run_asm(asm: str, codes: np.ndarray, factor: np.ndarray) -> list[np.ndarray]:
-    """What the inline assembly of `exporter.kernels.linear_packed` does to each four bytes, restated with tables."""
-    from exporter.kernels import linear_packed
+    """What inline assembly of `linear_packed` or `experts_product` does to each four bytes, restated with tables."""
+    from exporter.kernels import experts_product, linear_packed
 
     factors = factor.view(ml_dtypes.bfloat16).astype(np.float64)
     swapped = codes.reshape(*codes.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].reshape(codes.shape)
     if asm == linear_packed.E4M3_TIMES_POWER.value:
         values = [swapped.view(ml_dtypes.float8_e4m3fn).astype(np.float64)]
     else:
-        assert asm == linear_packed.E2M1_TIMES_FACTOR.value
+        unit = {linear_packed.E2M1_TIMES_FACTOR.value: 2.0**-126, experts_product.E2M1_TIMES_POWER.value: 1.0}[asm]
         magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-        table = np.concatenate([magnitudes, -magnitudes]) * 2.0**-126
+        table = np.concatenate([magnitudes, -magnitudes]) * unit
         values = [table[swapped & 15], table[swapped >> 4]]
     return [(v * factors).astype(ml_dtypes.bfloat16).view(np.uint16) for v in values]
 

@@ -1,0 +1,201 @@
+"""Mixtures of experts against the CPU ops: shared experts, dead rows, sizes that no tile divides, extreme scales."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from dflash_core.errors import CaptureError
+
+from runtime.ops import DType
+from tests.exporter.kernels.interpreter import Case, lower, same_bits
+
+BF16 = ml_dtypes.bfloat16
+SILU, SITU = (0.0, 0.0), (4.0, 25.0)
+INNERS = (64, 256)
+BY_ROW = ("x", "positions", "ids", "weights", "out")
+
+
+def mxfp4(rng, rows, cols):
+    """Random codes, with scales that make weights of about 1 / sqrt(cols)."""
+    middle = 127 - 1 - round(np.log2(cols) / 2)
+    return (rng.integers(0, 256, (rows, cols // 2), dtype=np.uint8),
+            rng.integers(middle - 2, middle + 1, (rows, cols // 32), dtype=np.uint8))
+
+
+def experts_case(rows, *, width=64, inner=32, experts=5, top_k=3, packed=False, situ=SITU, dead=(), seed=0):
+    """Rows whose choices overlap; dead rows are NaN."""
+    rng = np.random.default_rng([seed, rows, width, inner])
+    ids = np.argsort(rng.random((rows, experts)), axis=1)[:, :top_k].astype(np.int32)
+    positions = np.arange(rows, dtype=np.int32)
+    positions[list(dead)] = -1
+    x = rng.standard_normal((rows, width)).astype(BF16)
+    x[list(dead)] = np.nan
+    arrays = {"x": x, "positions": positions, "ids": ids,
+              "weights": rng.uniform(0.1, 1, (rows, top_k)).astype(np.float32),
+              "out": np.full((rows, width), 77, BF16)}
+    scalars = {"rows": rows, "width": width, "inner": inner, "experts": experts, "top_k": top_k,
+               "situ_beta": situ[0], "situ_linear_beta": situ[1], "act": DType.BF16}
+    shapes = {"gate_up": (experts * 2 * inner, width), "down": (experts * width, inner)}
+    for name, shape in shapes.items():
+        if packed:
+            arrays[name], arrays[f"{name}_scale"] = mxfp4(rng, *shape)
+        else:
+            arrays[name] = (rng.standard_normal(shape) / shape[1]**0.5).astype(BF16)
+    op = "dflash.experts_mxfp4/1" if packed else "dflash.experts/1"
+    return Case(arrays, [(op, scalars if packed else {**scalars, "w": DType.BF16})])
+
+
+def only(case, rows):
+    """The same mixture for some of the rows."""
+    (op, scalars), = case.ops
+    return replace(case, arrays={n: a[rows] if n in BY_ROW else a for n, a in case.arrays.items()},
+                   ops=[(op, {**scalars, "rows": len(rows)})])
+
+
+def check(got, case):
+    got, want = got["out"].astype(np.float32), case.expected()["out"].astype(np.float32)
+    # fp32 sums in another order: a hidden value, or the result, may round the other way
+    assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+    assert (got == want).mean() > 0.97
+    dead = case.arrays["positions"] < 0
+    assert (got[dead] == 0).all()
+
+
+CASES = [
+    pytest.param(1, {}, id="decode"),
+    pytest.param(1, {"top_k": 1, "experts": 1}, id="one expert"),
+    pytest.param(7, {"dead": (0, 5)}, id="dead rows"),
+    pytest.param(20, {"experts": 3, "top_k": 2, "dead": (19,)}, id="more rows of an expert than a block takes"),
+    pytest.param(3, {"width": 96, "inner": 160, "situ": SILU, "dead": (1,)}, id="no multiple of a tile"),
+    pytest.param(3, {"situ": (0.5, 0.0)}, id="up unbounded"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize(("rows", "options"), CASES)
+def test_computes_what_the_ops_say(interpreter, rows, options, packed):
+    case = experts_case(rows, packed=packed, **options)
+
+    check(interpreter.run("lower.lower_graph", case), case)
+
+
+def test_choices_beyond_one_scan(interpreter):
+    case = experts_case(10, experts=50, top_k=14, width=16, inner=16, situ=SILU, dead=(1,))
+
+    check(interpreter.run("experts.lower_experts", case), case)
+
+
+PREFILLS = [
+    pytest.param(130, {"experts": 4, "dead": (*range(3), *range(120, 130))}, id="tiles of one expert"),
+    pytest.param(140, {"experts": 12, "top_k": 8, "width": 32, "inner": 160, "situ": SILU}, id="more than a scan"),
+]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize(("rows", "options"), PREFILLS)
+def test_a_prefill_computes_what_the_ops_say(interpreter, rows, options, packed):
+    case = experts_case(rows, packed=packed, **options)
+
+    check(interpreter.run("lower.lower_graph", case), case)
+
+
+def test_codes_decoded_eight_at_a_time(interpreter):
+    step = experts_case(5, experts=3, top_k=2, width=256, inner=256, packed=True, dead=(1,))
+    prefill = experts_case(130, experts=2, top_k=2, width=256, inner=256, packed=True, dead=(1,))
+
+    for case in (step, prefill):
+        check(interpreter.run("experts.lower_experts", case), case)
+
+
+def test_experts_that_no_row_of_a_prefill_chose_are_left_out(interpreter):
+    case = experts_case(129, experts=6, top_k=2, width=32, inner=32)
+    case.arrays["ids"][:, 0], case.arrays["ids"][:, 1] = 5, 2
+    for name in ("gate_up", "down"):
+        by_expert = case.arrays[name].reshape(6, -1)
+        by_expert[[0, 1, 3, 4]] = np.nan
+
+    check(interpreter.run("experts.lower_experts", case), case)
+
+
+@pytest.mark.parametrize("rows", [6, 132])
+def test_experts_are_added_by_ascending_id(interpreter, rows):
+    """Every expert makes ones; only (2**24 - 2**24) + 1 keeps the last."""
+    case = experts_case(rows, width=16, inner=16, experts=4, top_k=3, situ=(1.0, 0.0))
+    a = case.arrays
+    a["x"][...], a["gate_up"][...], a["down"][...] = 1, 100, 2.0**-4 / 1600
+    a["ids"][...] = [[3, 1, 0], [0, 3, 1], [1, 0, 3], [3, 0, 1], [0, 1, 3], [1, 3, 0]] * (rows // 6)
+    by_expert = np.float32([2.0**24, -2.0**24, np.nan, 1])
+    a["weights"][...] = by_expert[a["ids"]]
+
+    got = interpreter.run("experts.lower_experts", case)["out"]
+
+    assert (got == got[0, 0]).all() and got[0, 0] > 0
+    check({"out": got}, case)
+
+
+def test_width_need_not_be_a_multiple_of_sixteen(interpreter):
+    case = experts_case(4, width=20, inner=24)
+
+    check(interpreter.run("experts.lower_experts", case), case)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("codes", [0x21, 0x97, 0xEB, 0x3D, 0xC8], ids=hex)
+def test_every_scale_decodes_as_the_op_decodes_it(interpreter, codes, inner):
+    """Output n is the sum of two codes times scale n, subnormals and the infinities included; NaN even where neither a
+    code nor a hidden value is 0, which would make it of an infinity too."""
+    case = experts_case(1, experts=1, width=256, inner=inner, top_k=1, packed=True, situ=SILU)
+    a = case.arrays
+    a["x"][...], a["weights"][...] = 0, 1
+    a["x"][0, 0] = 1
+    a["gate_up"][...], a["gate_up_scale"][...] = 0, 127
+    a["gate_up"][:, 0] = 2
+    a["gate_up"][[1, inner + 1], 0] = 6, 3  # gate 1, and one of 4; up 1, and one of 1.5
+    a["down"][...], a["down_scale"][...] = 0, 127
+    a["down"][:, 0], a["down_scale"][:, 0] = codes, np.arange(256)
+    a["down"][255] = codes
+
+    with np.errstate(all="ignore"):
+        want = case.expected()["out"]
+    assert np.isnan(want[0, 255].astype(np.float32)) and want[0, 1] != 0
+
+    assert np.array_equal(interpreter.run("experts.lower_experts", case)["out"].astype(np.float32),
+                          want.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize(("packed", "width"), [(False, 32), (True, 32), (True, 256)])
+def test_a_row_has_the_same_bits_in_any_company(interpreter, packed, width):
+    case = experts_case(12, experts=2, top_k=2, width=width, packed=packed, dead=(2, 9))
+
+    together = interpreter.run("experts.lower_experts", case)["out"]
+
+    for row in (0, 11):
+        single = interpreter.run("experts.lower_experts", only(case, [row]))["out"]
+        assert same_bits(together[row:row + 1], single)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+def test_a_row_of_a_prefill_has_the_same_bits_in_any_chunk(interpreter, packed):
+    case = experts_case(200, experts=3, top_k=2, width=64, inner=32, packed=packed)
+    dead = np.r_[0:20, 190:200]
+    other = only(case, [*range(64, 200)])
+    other.arrays["positions"] = other.arrays["positions"].copy()
+    other.arrays["positions"][dead[20:] - 64] = -1
+
+    whole, cut = (interpreter.run("experts.lower_experts", c)["out"] for c in (case, other))
+
+    assert same_bits(whole[64:190], cut[:126])
+    assert (cut[126:].astype(np.float32) == 0).all()
+
+
+def test_fp32_weights_are_refused():
+    case = experts_case(2)
+    for name in ("gate_up", "down"):
+        case.arrays[name] = case.arrays[name].astype(np.float32)
+    program, _, calls = case.recorded()
+
+    with pytest.raises(CaptureError, match="bf16 weights"):
+        lower("experts.lower_experts", calls, program)

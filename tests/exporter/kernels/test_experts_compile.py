@@ -1,0 +1,51 @@
+"""The kernels of a mixture compile for sm_90 at the sizes of a tiny model, Kimi-Linear and Kimi K3, without spills."""
+
+from __future__ import annotations
+
+import pytest
+
+from exporter.capture.compile import check_waits
+from tests.exporter.kernels.experts_shapes import MIXTURES, experts_case, gated_ops
+from tests.exporter.kernels.interpreter import lower
+from tests.exporter.kernels.test_compile import MAX_SHARED_BYTES, REGISTERS_PER_BLOCK, compile_launch, resources
+
+
+def check_compiles(lowering, case, tmp_path, *, most_shared=MAX_SHARED_BYTES, step=True):
+    program, _, calls = case.recorded()
+    for launch in lower(lowering, calls, program, chained=True):
+        compiled = compile_launch(launch)
+        name = compiled.metadata.name
+        check_waits(compiled.asm["ptx"], name)
+        assert not step or "wgmma" not in compiled.asm["ptx"], name
+        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+        found = resources(tmp_path / "kernel.cubin")
+
+        assert (found["STACK"], found["LOCAL"]) == (0, 0), name
+        assert compiled.metadata.shared <= most_shared, name
+        assert found["REG"] * 32 * compiled.metadata.num_warps <= REGISTERS_PER_BLOCK, name
+        assert compiled.metadata.global_scratch_size == 0, name
+
+
+@pytest.mark.parametrize("op", gated_ops(MIXTURES["tiny"], 8))
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_what_surrounds_the_experts_compiles(mixture, op, tmp_path):
+    check_compiles(*gated_ops(MIXTURES[mixture], 8)[op], tmp_path)
+
+
+MIXED = [
+    pytest.param("tiny", False, id="tiny bf16"), pytest.param("tiny", True, id="tiny mxfp4"),
+    pytest.param("Kimi-Linear", False, id="Kimi-Linear"), pytest.param("Kimi-Linear", True, id="Kimi-Linear's sizes"),
+    pytest.param("Kimi K3", True, id="Kimi K3"),
+]
+
+
+@pytest.mark.parametrize(("mixture", "packed"), MIXED)
+def test_experts_of_a_step_compile(mixture, packed, tmp_path):
+    check_compiles("experts.lower_experts", experts_case(MIXTURES[mixture], 8, packed=packed), tmp_path)
+
+
+@pytest.mark.parametrize(("mixture", "packed"), MIXED)
+def test_experts_of_a_prefill_compile(mixture, packed, tmp_path):
+    """A block of a prefill holds 128 weight rows, four steps ahead: bf16 needs 96 KiB."""
+    check_compiles("experts.lower_experts", experts_case(MIXTURES[mixture], 2048, packed=packed), tmp_path,
+                   most_shared=96 * 1024, step=False)
