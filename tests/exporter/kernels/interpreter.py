@@ -34,6 +34,9 @@ from runtime.ops import DType, call, find_op
 ROOT = Path(__file__).resolve().parents[3]
 GUARD_NBYTES = 256
 GUARD_BYTE, SCRATCH_BYTE = 0xA5, 0xFF
+ELEMENTS = {DType.F32: "float32", DType.BF16: "bfloat16", DType.I32: "int32", DType.U64: "uint64", DType.U8: "uint8",
+            DType.E4M3: "uint8", DType.E2M1: "uint8"}
+"""What torch calls the elements of a tensor; codes are bytes."""
 DTYPES = {d.numpy: d for d in (DType.F32, DType.BF16, DType.I32, DType.U64, DType.U8)}
 
 
@@ -126,8 +129,8 @@ def _interpret(lowering: str, case: Case) -> dict[str, np.ndarray]:
         first = 0 if buffer.buffer_class == graph_pb2.STATE else SCRATCH_BYTE  # as the loader provides them
         memory[buffer.buffer_id][GUARD_NBYTES:-GUARD_NBYTES] = first
     for name, array in case.arrays.items():
-        _inside(memory, tensors[name])[...] = np.frombuffer(array.tobytes(), np.uint8)
-    before = {n: _inside(memory, t).copy() for n, t in tensors.items()}
+        inside(memory, tensors[name])[...] = np.frombuffer(array.tobytes(), np.uint8)
+    before = {n: inside(memory, t).copy() for n, t in tensors.items()}
     for launch in launches:
         used = {v for v in launch.arguments.values() if isinstance(v, Tensor)}
         declared = {*launch.reads, *launch.writes}
@@ -139,15 +142,15 @@ def _interpret(lowering: str, case: Case) -> dict[str, np.ndarray]:
         launch.kernel.function[launch.grid](**arguments, **launch.kernel.constants)
     written = {t.buffer_id for launch in launches for t in launch.writes}
     for name, tensor in tensors.items():
-        assert tensor.buffer_id in written or (before[name] == _inside(memory, tensor)).all(), f"{name} was written"
+        assert tensor.buffer_id in written or (before[name] == inside(memory, tensor)).all(), f"{name} was written"
     for buffer in program.buffers:
         edges = memory[buffer.buffer_id]
         assert (edges[:GUARD_NBYTES] == GUARD_BYTE).all(), f"written before {buffer.name}"
         assert (edges[-GUARD_NBYTES:] == GUARD_BYTE).all(), f"written behind {buffer.name}"
-    return {n: _inside(memory, tensors[n]).view(a.dtype).reshape(a.shape).copy() for n, a in case.arrays.items()}
+    return {n: inside(memory, tensors[n]).view(a.dtype).reshape(a.shape).copy() for n, a in case.arrays.items()}
 
 
-def _inside(memory: dict[int, np.ndarray], tensor: Tensor) -> np.ndarray:
+def inside(memory: dict[int, np.ndarray], tensor: Tensor) -> np.ndarray:
     first = GUARD_NBYTES + tensor.offset
     last = -GUARD_NBYTES if tensor.shape == (0,) else first + tensor.nbytes
     return memory[tensor.buffer_id][first:last]
@@ -156,9 +159,7 @@ def _inside(memory: dict[int, np.ndarray], tensor: Tensor) -> np.ndarray:
 def _as_torch(memory: dict[int, np.ndarray], tensor: Tensor) -> Any:
     import torch
 
-    element = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32, DType.U64: torch.uint64,
-               DType.U8: torch.uint8, DType.E4M3: torch.uint8, DType.E2M1: torch.uint8}
-    return torch.from_numpy(_inside(memory, tensor)).view(element[tensor.dtype])
+    return torch.from_numpy(inside(memory, tensor)).view(getattr(torch, ELEMENTS[tensor.dtype]))
 
 
 @dataclass(frozen=True)
