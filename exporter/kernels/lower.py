@@ -22,6 +22,9 @@ from exporter.kernels import (
     candidates,
     conv,
     experts,
+    latent,
+    latent_attention,
+    latent_attention_many,
     recurrent,
     residual_mix,
     router,
@@ -40,6 +43,7 @@ from exporter.kernels.norm import norm_rows
 from exporter.kernels.rope import rope_heads
 from exporter.kernels.tuning import (
     MAX_BLOCK_ROWS,
+    MAX_LANES,
     MAX_STEP_ROWS,
     PACKED_ROWS,
     PACKED_STAGES,
@@ -60,7 +64,6 @@ from exporter.program.builder import OpCall, Program, Tensor
 from runtime.ops import DType, find_op
 
 LINEAR = {"dflash.linear/1": Format.BF16, "dflash.linear_mxfp8/1": Format.MXFP8, "dflash.linear_nvfp4/1": Format.NVFP4}
-MAX_LANES = 4096
 
 Lower = Callable[[OpCall, Program], list[Launch]]
 
@@ -84,6 +87,14 @@ ALONE: dict[str, Lower] = {
     "dflash.route/1": router.lower_route,
     "dflash.experts/1": experts.lower_experts,
     "dflash.experts_mxfp4/1": experts.lower_experts,
+    "dflash.latent_cache/1": latent.lower_latent_cache,
+    "dflash.latent_rows/1": latent.lower_latent_rows,
+    "dflash.latent_store/1": latent.lower_latent_store,
+    "dflash.rope_query/1": latent.lower_rope_query,
+    "dflash.absorb_query/1": latent.lower_absorb_query,
+    "dflash.expand_values/1": latent.lower_expand_values,
+    "dflash.latent_attention/1": latent_attention_many.lower_latent_attention,
+    "dflash.latent_block_attention/1": latent_attention.lower_latent_block_attention,
 }
 
 

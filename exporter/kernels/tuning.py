@@ -19,6 +19,7 @@ STEP_ATTENTION_WARPS = 8
 PREFILL_QUERY_ROWS, PREFILL_WARPS, PREFILL_STAGES = 64, 4, 3
 MAX_SPLITS = 128  # of the context, for which attention's blocks are shared out
 MIN_SPLIT, MAX_SPLIT = 64, 512
+MAX_LANES = 4096  # tiles whose splits are counted
 
 # Matrices of at least this many weights are streamed through shared memory in a loop.
 STREAMED_ELEMENTS = 1 << 23
@@ -89,6 +90,18 @@ def _depth(most: int, in_features: int) -> int:
     return next(depth for depth in (1024, 512, 256, 128, 64, 32) if depth <= most and in_features % depth == 0)
 
 
+# Latent attention. Rows of a tile of the products per head, rows that one block takes, and weights that it holds.
+HEAD_ROWS, HEAD_ROWS_PER_BLOCK, HEAD_WEIGHTS = 16, 32, 8192
+HEAD_TILE = LinearTile(rows=64, out=64, depth=64, num_warps=4, stages=3)  # of the same in a prefill
+
+# (row, head) pairs of an attention block, cached rows that it takes at a time. A row's page is looked up a stage ahead:
+# with five stages, two tiles of rows are on their way.
+LATENT_PAIRS, LATENT_WARPS, LATENT_KEYS, LATENT_STAGES = 16, 4, 32, 5
+LATENT_MANY_PAIRS, LATENT_MANY_WARPS = 32, 8  # in a prefill
+# A split's part is large, rank fp32 values per pair: fewer splits than of other attention.
+LATENT_SPLITS, MIN_LATENT_SPLIT, MAX_LATENT_SPLIT = 32, 128, 1024
+
+
 @dataclass(frozen=True, slots=True)
 class WholeTile:
     """How dflash.linear is cut where a block takes the whole reduction at once.
@@ -140,3 +153,9 @@ def split_tokens(context: int) -> int:
     merged by one block."""
     evenly = -(-context // MAX_SPLITS)
     return min(max(1 << (evenly - 1).bit_length(), MIN_SPLIT), MAX_SPLIT)
+
+
+def latent_split_tokens(context: int) -> int:
+    """Positions that one latent attention block of a step handles."""
+    evenly = -(-context // LATENT_SPLITS)
+    return min(max(1 << (evenly - 1).bit_length(), MIN_LATENT_SPLIT), MAX_LATENT_SPLIT)
