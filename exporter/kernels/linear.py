@@ -3,6 +3,7 @@
 Each block owns some weight rows and walks the whole reduction in one fixed order, so a row of activations gets the same
 bits in decode, verify and every batch. Weights are the matrix instruction's wide side and activations its narrow one;
 MXFP8 and NVFP4 codes are decoded in registers to bf16, which holds code x block scale exactly.
+Weights in fp32 are multiplied in fp32's precision.
 
 Fused before: the root-mean-square norm of the rows, rounded as dflash.rms_norm rounds. Fused after: the residual add
 (rounded as linear, then add), or SiLU times up (each rounded as its op rounds).
@@ -17,15 +18,25 @@ from dflash_core.formats import Format
 from exporter.kernels.dependency import begin
 from exporter.kernels.epilogue import finish
 
-FORMAT_CODE = {Format.BF16: 0, Format.MXFP8: 1, Format.NVFP4: 2}
+FORMAT_CODE = {Format.BF16: 0, Format.MXFP8: 1, Format.NVFP4: 2, Format.F32: 3}
+
+
+@triton.jit
+def _product(w, x, acc, FORMAT: tl.constexpr):
+    """acc + w @ x; fp32 weights, a router's, in three TF32 terms, which is fp32's precision."""
+    if FORMAT == 3:
+        return tl.dot(w, x.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        return tl.dot(w, x, acc)
 
 
 @triton.jit
 def _decode(w_ptr, scale_ptr, n, k0, IN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FORMAT: tl.constexpr,
             OUT: tl.constexpr):
-    """Weight tile [BN, BK] in bf16, from column k0 on; rows at or beyond OUT read as row 0 and are never stored."""
+    """Weight tile [BN, BK] in bf16, or fp32 as stored, from column k0 on; rows at or beyond OUT read as row 0 and are
+    never stored."""
     rows = tl.where(n < OUT, n, 0).to(tl.int64)
-    if FORMAT == 0:
+    if FORMAT == 0 or FORMAT == 3:
         return tl.load(w_ptr + rows[:, None] * IN + (k0 + tl.arange(0, BK))[None, :])
     elif FORMAT == 1:
         codes = tl.load(w_ptr + rows[:, None] * IN + (k0 + tl.arange(0, BK))[None, :])
@@ -79,10 +90,10 @@ def linear_rows(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out
             rounded = (x.to(tl.float32) * inverse[None, :]).to(tl.bfloat16).to(tl.float32)
             x = (rounded * tl.load(norm_ptr + k)[:, None].to(tl.float32)).to(tl.bfloat16)
         if EPILOGUE == 2:
-            acc = tl.dot(_decode(w_ptr, scale_ptr, n, k0, IN, BN, BK, FORMAT, OUT), x, acc)
-            up = tl.dot(_decode(w_ptr, scale_ptr, n + OUT, k0, IN, BN, BK, FORMAT, 2 * OUT), x, up)
+            acc = _product(_decode(w_ptr, scale_ptr, n, k0, IN, BN, BK, FORMAT, OUT), x, acc, FORMAT)
+            up = _product(_decode(w_ptr, scale_ptr, n + OUT, k0, IN, BN, BK, FORMAT, 2 * OUT), x, up, FORMAT)
         else:
-            acc = tl.dot(_decode(w_ptr, scale_ptr, n, k0, IN, BN, BK, FORMAT, OUT), x, acc)
+            acc = _product(_decode(w_ptr, scale_ptr, n, k0, IN, BN, BK, FORMAT, OUT), x, acc, FORMAT)
     if global_ptr is not None:
         factor = tl.load(global_ptr)
         acc = acc * factor

@@ -358,17 +358,15 @@ def _norm_launch(call: OpCall, x: Tensor, delta: Tensor | None, out: Tensor | No
 def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Tensor | None, out: Tensor,
                    ops: tuple[str, ...], nodes: tuple[int, ...]) -> Launch:
     _check_act(call)
-    fmt, o = LINEAR[call.op], call.operands
-    if fmt is Format.BF16 and o["weight"].dtype is not DType.BF16:
-        raise CaptureError("GPU_WEIGHT", "GPU kernels read bf16 weights", where=call.label, expected="bf16",
-                           got=o["weight"].dtype.view_name, hint="publish the checkpoint in bfloat16")
+    o = call.operands
+    fmt = Format.F32 if o["weight"].dtype is DType.F32 else LINEAR[call.op]
     count, in_features = call.number("rows"), call.number("in_features")
     out_features = call.number("out_features") // (2 if epilogue == SILU else 1)
     x = norm.x if norm else o["x"]
     constants: dict[str, int | float | None] = {
         "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue}
     few, gated = count <= MAX_STEP_ROWS, epilogue == SILU
-    short = norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS
+    short = fmt is not Format.F32 and (norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS)
     whole = whole_tile(out_features, in_features, fmt, gated=gated) if few and short else None
     slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few and norm is None else None
     function = linear_rows

@@ -68,6 +68,8 @@ def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, 
         gated: two products share the block's registers.
         normalized: the block normalizes its activations, in registers.
     """
+    if fmt is Format.F32:  # its three terms take three times the registers, so all tiles are small
+        return LinearTile(8 if rows <= 8 else 16, 16, _depth(64, in_features), 1, 5)
     if rows > MAX_STEP_ROWS and in_features % 64 == 0:
         tile = LinearTile(128 if gated else 256, 128, 64, 8, 3)
         if -(-out_features // tile.out) * -(-rows // tile.rows) >= MIN_LARGE_TILES:
@@ -142,7 +144,9 @@ def takes_norm(out_features: int, in_features: int, rows: int) -> bool:
 
 def packed_slices(out_features: int, in_features: int, fmt: Format) -> int | None:
     """Slices of the reduction for exporter.kernels.linear_packed; None where it does not apply."""
-    if fmt is Format.BF16 or out_features * in_features < STREAMED_ELEMENTS or in_features % PACKED_COLUMNS:
+    if fmt in (Format.BF16, Format.F32) or in_features % PACKED_COLUMNS:
+        return None
+    if out_features * in_features < STREAMED_ELEMENTS:
         return None
     few = out_features // 64 < FEW_PACKED_BLOCKS
     return PACKED_SLICES if few and in_features % (PACKED_SLICES * PACKED_COLUMNS) == 0 else 1

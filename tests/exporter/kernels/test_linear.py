@@ -8,20 +8,26 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from exporter.capture.compile import check_waits
 from exporter.kernels.linear import linear_rows
 from exporter.kernels.linear_packed import linear_packed
 from exporter.kernels.linear_whole import linear_whole
 from runtime.ops import DType
 from tests.exporter.kernels.interpreter import Case, lower
+from tests.exporter.kernels.test_compile import compile_launch, resources
 
 BF16 = ml_dtypes.bfloat16
-FORMATS = {"bf16": "dflash.linear/1", "mxfp8": "dflash.linear_mxfp8/1", "nvfp4": "dflash.linear_nvfp4/1"}
+FORMATS = {"bf16": "dflash.linear/1", "f32": "dflash.linear/1", "mxfp8": "dflash.linear_mxfp8/1",
+           "nvfp4": "dflash.linear_nvfp4/1"}
+WEIGHT_TYPES = {"bf16": DType.BF16, "f32": DType.F32}
 
 
 def weight_arrays(rng, fmt, out_features, in_features):
     """Codes and scales of a random weight, E8M0 scale 0 and every kind of code among them."""
     if fmt == "bf16":
         return {"weight": (rng.standard_normal((out_features, in_features)) / in_features**0.5).astype(BF16)}, {}
+    if fmt == "f32":
+        return {"weight": (rng.standard_normal((out_features, in_features)) / in_features**0.5).astype(np.float32)}, {}
     if fmt == "mxfp8":
         codes = rng.integers(0, 256, (out_features, in_features), dtype=np.uint8)
         codes[(codes & 0x7F) == 0x7F] = 1
@@ -44,8 +50,8 @@ def fused_case(fmt, rows, in_features, out_features, *, norm, epilogue):
     ops, names = [], {}
     linear = {"rows": rows, "in_features": in_features, "out_features": width, "tile_rows": 8, "act": DType.BF16,
               "result": DType.F32 if epilogue == "f32" else DType.BF16}
-    if fmt == "bf16":
-        linear["w"] = DType.BF16
+    if fmt in WEIGHT_TYPES:
+        linear["w"] = WEIGHT_TYPES[fmt]
     if norm:
         arrays["norm_weight"] = (1 + 0.1 * rng.standard_normal(in_features)).astype(BF16)
         arrays["normed"] = np.zeros((rows, in_features), BF16)
@@ -160,3 +166,30 @@ def test_a_row_has_the_same_bits_in_any_company(interpreter, rows, tuning):
     together, single = (interpreter.run("lower.lower_graph", c)[result] for c in (case, alone))
 
     assert together[0].tobytes() == single[0].tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 9, 150])
+@pytest.mark.parametrize("epilogue", ["f32", "store"])
+def test_fp32_weights_are_multiplied_in_fp32(interpreter, rows, epilogue):
+    """A router's: rounding them to bf16 first would be off by a thousand times the bound."""
+    case, result = fused_case("f32", rows, 192, 40, norm=False, epilogue=epilogue)
+
+    got, want = interpreter.run("lower.lower_graph", case), case.expected()
+
+    wide, expected = got[result].astype(np.float32), want[result].astype(np.float32)
+    bound = 2e-6 if epilogue == "f32" else 2.0**-8
+    assert np.abs(wide - expected).max() <= bound * np.abs(expected).max()
+
+
+def test_fp32_weights_compile_for_kimi_k3s_router(tmp_path):
+    for rows in (8, 64, 2048):
+        case, _ = fused_case("f32", rows, 7168, 896, norm=False, epilogue="f32")
+        program, _, calls = case.recorded()
+        for launch in lower("lower.lower_graph", calls, program, chained=True):
+            compiled = compile_launch(launch)
+            check_waits(compiled.asm["ptx"], compiled.metadata.name)
+            assert "wgmma" not in compiled.asm["ptx"]
+            (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+            found = resources(tmp_path / "kernel.cubin")
+            assert (found["STACK"], found["LOCAL"]) == (0, 0)
+            assert compiled.metadata.shared <= 96 * 1024
