@@ -37,7 +37,11 @@ def _decode(w_ptr, scale_ptr, n, k0, IN: tl.constexpr, BN: tl.constexpr, BK: tl.
     never stored."""
     rows = tl.where(n < OUT, n, 0).to(tl.int64)
     if FORMAT == 0 or FORMAT == 3:
-        return tl.load(w_ptr + rows[:, None] * IN + (k0 + tl.arange(0, BK))[None, :])
+        k = k0 + tl.arange(0, BK)
+        if IN % BK:
+            return tl.load(w_ptr + rows[:, None] * IN + k[None, :], mask=(k < IN)[None, :], other=0.0)
+        else:
+            return tl.load(w_ptr + rows[:, None] * IN + k[None, :])
     elif FORMAT == 1:
         codes = tl.load(w_ptr + rows[:, None] * IN + (k0 + tl.arange(0, BK))[None, :])
         scale = tl.load(scale_ptr + rows[:, None] * (IN // 32) + (k0 // 32 + tl.arange(0, BK // 32))[None, :])
@@ -85,10 +89,18 @@ def linear_rows(x_ptr, w_ptr, scale_ptr, global_ptr, norm_ptr, residual_ptr, out
     up = tl.zeros([BN, R], tl.float32)
     for k0 in tl.range(0, IN, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
-        x = tl.load(x_ptr + r[None, :].to(tl.int64) * IN + k[:, None], mask=live[None, :], other=0.0)
+        if IN % BK:
+            inside = live[None, :] & (k < IN)[:, None]
+        else:
+            inside = live[None, :]
+        x = tl.load(x_ptr + r[None, :].to(tl.int64) * IN + k[:, None], mask=inside, other=0.0)
         if norm_ptr is not None:
             rounded = (x.to(tl.float32) * inverse[None, :]).to(tl.bfloat16).to(tl.float32)
-            x = (rounded * tl.load(norm_ptr + k)[:, None].to(tl.float32)).to(tl.bfloat16)
+            if IN % BK:
+                scale = tl.load(norm_ptr + k, mask=k < IN, other=0.0)
+            else:
+                scale = tl.load(norm_ptr + k)
+            x = (rounded * scale[:, None].to(tl.float32)).to(tl.bfloat16)
         if EPILOGUE == 2:
             acc = _product(_decode(w_ptr, scale_ptr, n, k0, IN, BN, BK, FORMAT, OUT), x, acc, FORMAT)
             up = _product(_decode(w_ptr, scale_ptr, n + OUT, k0, IN, BN, BK, FORMAT, 2 * OUT), x, up, FORMAT)

@@ -22,15 +22,20 @@ from exporter.kernels import (
     candidates,
     conv,
     experts,
+    gelu,
+    image_attention,
     latent,
     latent_attention,
     latent_attention_many,
+    norm_once,
     recurrent,
     residual_mix,
     router,
     rows,
     sampling,
     selector,
+    slot_copy,
+    vision,
 )
 from exporter.kernels.attention import paged_attention
 from exporter.kernels.attention_many import prefill_attention
@@ -54,6 +59,7 @@ from exporter.kernels.tuning import (
     STEP_QUERY_ROWS,
     WHOLE_ELEMENTS,
     WHOLE_ROWS,
+    image_tile,
     linear_tile,
     packed_slices,
     split_tokens,
@@ -68,6 +74,19 @@ LINEAR = {"dflash.linear/1": Format.BF16, "dflash.linear_mxfp8/1": Format.MXFP8,
 Lower = Callable[[OpCall, Program], list[Launch]]
 
 ALONE: dict[str, Lower] = {
+    "dflash.pixel_patches/1": vision.lower_pixel_patches,
+    "dflash.grid_embedding/1": vision.lower_grid_embedding,
+    "dflash.rope_grid/1": vision.lower_rope_grid,
+    "dflash.merge_patches/1": vision.lower_merge_patches,
+    "dflash.store_image/1": vision.lower_store_image,
+    "dflash.splice_embedding/1": vision.lower_splice_embedding,
+    "dflash.image_attention/1": image_attention.lower_image_attention,
+    "dflash.rms_norm_once/1": norm_once.lower_norm_once,
+    "dflash.add_rms_norm_once/1": norm_once.lower_norm_once,
+    "dflash.gelu/1": gelu.lower_gelu,
+    "dflash.gelu_tanh/1": gelu.lower_gelu,
+    "dflash.save_slot/1": slot_copy.lower_slot_copy,
+    "dflash.load_slot/1": slot_copy.lower_slot_copy,
     "dflash.tap/1": rows.lower_tap,
     "dflash.last_row/1": rows.lower_last_row,
     "dflash.commit/1": rows.lower_commit,
@@ -121,6 +140,8 @@ class _Norm:
 class _Lowering:
     def __init__(self, calls: Sequence[OpCall], program: Program) -> None:
         self.calls, self.program = calls, program
+        # An image's rows have one tile shape, whatever the bucket: the same image has the same rows from each.
+        self.one_tile = calls[0].op == "dflash.pixel_patches/1"
         self.done: set[int] = set()
         self.norms: dict[int, _Norm] = {}  # by buffer of the normalized rows
 
@@ -214,7 +235,7 @@ class _Lowering:
         if norm is not None:
             ops.insert(0, norm.op)
             nodes.insert(0, norm.node_id)
-        fused = _linear_launch(call, norm, epilogue, residual, out, tuple(ops), tuple(nodes))
+        fused = _linear_launch(call, norm, epilogue, residual, out, tuple(ops), tuple(nodes), self.one_tile)
         return [fused, *launches]
 
     def _accept(self, index: int, call: OpCall) -> list[Launch]:
@@ -356,7 +377,7 @@ def _norm_launch(call: OpCall, x: Tensor, delta: Tensor | None, out: Tensor | No
 
 
 def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Tensor | None, out: Tensor,
-                   ops: tuple[str, ...], nodes: tuple[int, ...]) -> Launch:
+                   ops: tuple[str, ...], nodes: tuple[int, ...], one_tile: bool) -> Launch:
     _check_act(call)
     o = call.operands
     fmt = Format.F32 if o["weight"].dtype is DType.F32 else LINEAR[call.op]
@@ -365,7 +386,7 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
     x = norm.x if norm else o["x"]
     constants: dict[str, int | float | None] = {
         "IN": in_features, "OUT": out_features, "FORMAT": FORMAT_CODE[fmt], "EPILOGUE": epilogue}
-    few, gated = count <= MAX_STEP_ROWS, epilogue == SILU
+    few, gated = count <= MAX_STEP_ROWS and not one_tile, epilogue == SILU
     short = fmt is not Format.F32 and (norm is not None or gated or out_features * in_features < WHOLE_ELEMENTS)
     whole = whole_tile(out_features, in_features, fmt, gated=gated) if few and short else None
     slices = packed_slices(out_features * (2 if gated else 1), in_features, fmt) if few and norm is None else None
@@ -380,7 +401,8 @@ def _linear_launch(call: OpCall, norm: _Norm | None, epilogue: int, residual: Te
         tile_rows, tile_out, num_warps, stages = PACKED_ROWS, 64 // slices, 4, PACKED_STAGES
         constants |= {"SLICES": slices, "STAGES": stages}
     else:
-        tile = linear_tile(out_features, in_features, count, fmt, gated=gated, normalized=norm is not None)
+        tile = image_tile(in_features) if one_tile else linear_tile(
+            out_features, in_features, count, fmt, gated=gated, normalized=norm is not None)
         tile_rows, tile_out, num_warps, stages = tile.rows, tile.out, tile.num_warps, tile.stages
         constants |= {"R": tile_rows, "BN": tile_out, "BK": tile.depth, "STAGES": stages,
                       "EPS": norm.eps if norm else 0.0, "NORM_BK": min(1024, 1 << (in_features - 1).bit_length())}

@@ -87,9 +87,15 @@ def linear_tile(out_features: int, in_features: int, rows: int, fmt: Format, *, 
     return LinearTile(8 if rows <= 8 else 16, 16, _depth(depth, in_features), 1, stages)
 
 
+def image_tile(in_features: int) -> LinearTile:
+    """The tile of an image tower's matrices, alike for every number of patches."""
+    return LinearTile(64, 64, _depth(64, in_features), 4, 4)
+
+
 def _depth(most: int, in_features: int) -> int:
-    """Columns of a step: a power of two of at least 32 that divides the reduction."""
-    return next(depth for depth in (1024, 512, 256, 128, 64, 32) if depth <= most and in_features % depth == 0)
+    """Columns of a step: a power of two of at least 32 that divides the reduction; 32, the last step shortened, where
+    none does."""
+    return next((depth for depth in (1024, 512, 256, 128, 64) if depth <= most and in_features % depth == 0), 32)
 
 
 # Latent attention. Rows of a tile of the products per head, rows that one block takes, and weights that it holds.
