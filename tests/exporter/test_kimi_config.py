@@ -17,6 +17,7 @@ from exporter.checkpoint import open_checkpoint
 from exporter.draft_config import read_draft_config
 from exporter.draft_tensors import check_draft_tensors
 from exporter.export import ExportRequest, export
+from exporter.kernels.lower import ALONE
 from exporter.kimi_config import KimiConfig, KimiFamily, is_kimi, read_kimi_config
 from runtime.keys import generate_key, load_private_key
 from tests.exporter.small_checkpoints import checkpoint_of, without
@@ -165,7 +166,10 @@ def test_checkpoint_that_is_not_its_config_is_refused_and_nothing_is_written(
     assert words in str(error).replace("got ", "")
 
 
-def test_gpu_target_is_refused_by_the_name_of_the_op_that_no_kernel_computes(tmp_path: Path) -> None:
+def test_gpu_target_is_refused_by_the_name_of_the_op_that_no_kernel_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(ALONE, "dflash.route/1")
     write_target(tmp_path / "target", KIMI_LINEAR, dtype=torch.bfloat16)
     assert is_kimi(open_checkpoint(tmp_path / "target"))
     request = ExportRequest(target=tmp_path / "target", out=tmp_path / "core")
@@ -173,7 +177,7 @@ def test_gpu_target_is_refused_by_the_name_of_the_op_that_no_kernel_computes(tmp
     error = _refusal(replace(request, capability=90), tmp_path)
 
     assert isinstance(error, CaptureError)
-    assert (error.code, error.got) == ("GPU_OP", "dflash.short_conv/1")
+    assert (error.code, error.got) == ("GPU_OP", "dflash.route/1")
 
 
 def _refusal(request: ExportRequest, folder: Path) -> DflashError:

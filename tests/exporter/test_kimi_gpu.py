@@ -1,0 +1,66 @@
+"""GPU targets of tiny Kimi cores, on a machine without one: every op is computed once, and the core is sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from exporter.export import ExportRequest, export, open_models, plan_models, record, serving_shape, weight_specs
+from exporter.kernels.lower import lower_graph
+from exporter.plan import PrecisionSettings
+from exporter.progress import Silent
+from exporter.weights import layout_weights
+from runtime import TrustPolicy, load
+from runtime.engine import Engine, Request
+from runtime.inspect import inspect_core
+from runtime.keys import generate_key, load_private_key
+from tests.oracles.kimi_pair import K3, KIMI_LINEAR, TAPS, write_target
+from tests.oracles.mla_draft_numpy import write_draft
+
+HEADLINE = PrecisionSettings(online_mxfp8_scope="kda-input", draft_body="mxfp8", draft_head="nvfp4")
+BF16 = torch.bfloat16
+TARGETS = [pytest.param(KIMI_LINEAR, False, (), id="linear"), pytest.param(K3, False, (16, 256), id="k3, seeing"),
+           pytest.param(K3, True, (), id="k3, packed experts")]
+
+
+@pytest.mark.parametrize(("config", "packed", "patches"), TARGETS)
+def test_every_op_of_every_graph_is_computed_by_one_launch(tmp_path: Path, config: dict[str, object], packed: bool,
+                                                           patches: tuple[int, ...]) -> None:
+    """By more where an op takes several steps, which then follow each other."""
+    write_target(tmp_path / "target", config, dtype=BF16, packed_experts=packed)
+    write_draft(tmp_path / "draft", TAPS, window=12, dtype=BF16)
+    request = ExportRequest(target=tmp_path / "target", draft=tmp_path / "draft", out=tmp_path / "core",
+                            settings=HEADLINE, batches=(1, 4), max_context=256, capability=90, image_patches=patches)
+    models = open_models(request, Silent())
+    plan = plan_models(models, request.settings)
+    shape = serving_shape(models, plan, request)
+    recorded = record(models, plan, layout_weights(weight_specs(models, plan, shape)), shape, request)
+
+    for graph, calls in zip(recorded.graphs, recorded.calls, strict=True):
+        launches = lower_graph(calls, recorded.program)
+        computed = [node for launch in launches for node in launch.nodes]
+        assert set(computed) == {call.node_id for call in calls}, graph.name
+        for node in set(computed):
+            places = [i for i, launch in enumerate(launches) if node in launch.nodes]
+            assert places == list(range(places[0], places[-1] + 1)), (graph.name, node)
+    roles = {graph.role for graph in recorded.graphs}
+    assert roles == {"prefill", "save", "restore", "draft", "verify", "decode"} | ({"vision"} if patches else set())
+
+
+def test_a_gpu_core_is_signed_verified_and_runs_on_a_cpu_too(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", K3, dtype=BF16)
+    generate_key(tmp_path / "keys")
+    trust = TrustPolicy.load(tmp_path / "keys" / "trust.json")
+    for out, capability in (("both", 90), ("cpu", None)):
+        export(ExportRequest(target=tmp_path / "target", out=tmp_path / out, max_context=128, capability=capability),
+               load_private_key(tmp_path / "keys" / "key.pem"))
+
+    report = inspect_core(tmp_path / "both", trust)
+    assert {graph.target for graph in report.graphs} == {"cpu", "sm_90a"}
+    tokens = []
+    for name in ("both", "cpu"):
+        with load(tmp_path / name, trust=trust) as core:
+            tokens.append(Engine(core).generate([1, 2, 3], Request(max_tokens=8)).tokens)
+    assert tokens[0] == tokens[1]
