@@ -162,8 +162,10 @@ def test_every_scale_decodes_as_the_op_decodes_it(interpreter, codes, inner):
         want = case.expected()["out"]
     assert np.isnan(want[0, 255].astype(np.float32)) and want[0, 1] != 0
 
-    assert np.array_equal(interpreter.run("experts.lower_experts", case)["out"].astype(np.float32),
-                          want.astype(np.float32), equal_nan=True)
+    got, expected = (out.astype(np.float32)[0] for out in (interpreter.run("experts.lower_experts", case)["out"], want))
+    finite = np.isfinite(expected)  # what overflows half way may be infinite to a matrix unit, and NaN to a processor
+    assert np.array_equal(got[finite], expected[finite]) and not np.isfinite(got[~finite]).any()
+    assert np.isnan(got[255])
 
 
 @pytest.mark.parametrize(("packed", "width"), [(False, 32), (True, 32), (True, 256)])
