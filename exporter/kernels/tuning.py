@@ -36,7 +36,7 @@ PACKED_SLICES = 4
 PACKED_STAGES = 3
 FEW_PACKED_BLOCKS = 600  # below, a block shares its reduction out over its warps: faster at 544, slower at 3,880
 KDA_COLUMNS, KDA_WARPS, KDA_STAGES = 32, 2, 2  # of a state, that one block of the recurrence holds; rows on their way
-KDA_BLOCK, KDA_BLOCK_COLUMNS, KDA_BLOCK_WARPS, KDA_BLOCK_STAGES = 16, 32, 4, 2  # of a prefill's recurrence
+KDA_BLOCK, KDA_BLOCK_COLUMNS, KDA_BLOCK_WARPS, KDA_BLOCK_STAGES = 16, 32, 4, 3  # of a prefill's recurrence
 # Blocks at most, depth, stages: the fewer blocks share one of an H200's 132 processors, the more each has on its way.
 _STREAMED = ((132, 1024, 3), (264, 512, 3), (396, 256, 6))
 
