@@ -40,10 +40,11 @@ from scripts.bench_gpu_shapes import (  # noqa: E402
     time_graph,
     write_sparse,
 )
+from scripts.synth_checkpoint import KIMI_K3  # noqa: E402
 from tests.exporter.kimi_inventory import kimi_k3  # noqa: E402
 
 HEADS, HEAD_DIM, HISTORY, RUNS = 96, 128, 3, 30
-TOP_K, NUM_EXPERTS = 16, 896
+TOP_K, NUM_EXPERTS = KIMI_K3["num_experts_per_token"], KIMI_K3["num_experts"]
 WIDTH = HEADS * HEAD_DIM
 STATE_NBYTES = 4 * HEADS * HEAD_DIM**2
 LAYERS = 6  # states of eight sequences: 300 MB, six times the cache of an H200
@@ -51,15 +52,6 @@ PREFILL_TOKENS = 4096
 ROW_KERNELS, BLOCK_KERNELS = (kda.kda_scan,), (kda_blocks, kda_blocks_scan)
 CONTEXT = 1024
 SEQUENCES = 8
-
-K3_TEXT: dict[str, Any] = {
-    "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "hidden_act": "situ",
-    "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "rms_norm_eps": 1e-5, "mla_use_nope": True,
-    "mla_use_output_gate": True, "attn_res_block_size": 12, "latent_moe_use_norm": True, "num_experts_per_token": TOP_K,
-    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0,
-    "num_expert_group": 1, "topk_group": 1, "tie_word_embeddings": False, "num_key_value_heads": 96,
-    "max_position_embeddings": 1048576}
-"""What Kimi K3's config says beyond its sizes."""
 
 
 class Bare:
@@ -197,7 +189,7 @@ def step(folder: Path, bandwidth: float) -> dict[str, Any]:
 def record_step(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     """Plan, record and compile the two layers."""
     whole = kimi_k3(num_layers=2, packed=True)
-    text = {**whole.config["text_config"], **K3_TEXT}
+    text = {**KIMI_K3, **whole.config["text_config"]}
     text["linear_attn_config"] |= {"gate_lower_bound": -5.0, "use_full_rank_gate": True}
     config = {"architectures": whole.config["architectures"], "model_type": "kimi_k3", "text_config": text,
               "vision_config": whole.config["vision_config"]}

@@ -39,7 +39,14 @@ KIMI_K3: dict[str, Any] = {
     "num_attention_heads": 96, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64, "v_head_dim": 128, "num_experts": 896, "num_shared_experts": 2,
     "moe_intermediate_size": 3072, "routed_expert_hidden_size": 3584, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "hidden_act": "situ",
+    "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0, "rms_norm_eps": 1e-5, "mla_use_nope": True,
+    "mla_use_output_gate": True, "attn_res_block_size": 12, "latent_moe_use_norm": True, "num_experts_per_token": 16,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "routed_scaling_factor": 1.0,
+    "num_expert_group": 1, "topk_group": 1, "tie_word_embeddings": False, "num_key_value_heads": 96,
+    "max_position_embeddings": 1048576,
 }
+DECAY_RATES = 128  # published with padding, beyond the 96 heads
 KIMI_K3_VISION = {
     "patch_size": 14, "vt_hidden_size": 1024, "vt_num_hidden_layers": 27, "qkv_hidden_size": 1536,
     "vt_intermediate_size": 4096, "init_pos_emb_height": 64, "init_pos_emb_width": 64,
@@ -51,11 +58,13 @@ def config_of(model: str, layers: int | None, experts: int | None, vocab: int | 
     if model == "llama-8b":
         return "llama", {**LLAMA_8B, **_given(num_hidden_layers=layers, vocab_size=vocab)}
     text = {**KIMI_K3, **_given(num_hidden_layers=layers, num_experts=experts, vocab_size=vocab)}
+    text["num_experts_per_token"] = min(text["num_experts_per_token"], text["num_experts"])
     count = text["num_hidden_layers"]
     mla = [number for number in range(1, count + 1) if number % 4 == 0 or number == count]
     text["linear_attn_config"] = {
         "kda_layers": [number for number in range(1, count + 1) if number not in mla], "full_attn_layers": mla,
         "num_heads": 96, "head_dim": 128, "short_conv_kernel_size": 4,
+        "gate_lower_bound": -5.0, "use_full_rank_gate": True,
     }
     return "kimi-k3", {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3",
                        "text_config": text, "vision_config": KIMI_K3_VISION}
@@ -64,6 +73,7 @@ def config_of(model: str, layers: int | None, experts: int | None, vocab: int | 
 def write_checkpoint(out: Path, recipe: str, config: Mapping[str, Any], shard_nbytes: int = SHARD_NBYTES) -> int:
     """Write config, shards and index into the new folder `out`; returns the bytes of all weights."""
     shapes = promised_tensors(load_recipe(recipe), config)
+    shapes |= {name: (DECAY_RATES,) for name in shapes if name.endswith(".A_log")}
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     pool = (np.random.default_rng(0).standard_normal(POOL_WEIGHTS, np.float32) * SIZE).astype(ml_dtypes.bfloat16)
