@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from dflash_core.v1 import graph_pb2
 
+from exporter.capture.record import record_gpu
+from exporter.capture.witness import Launched, Witness
 from exporter.export import ExportRequest, export, open_models, plan_models, record, serving_shape, weight_specs
 from exporter.kernels.lower import lower_graph
 from exporter.plan import PrecisionSettings
+from exporter.program.graphs import RecordedProgram
 from exporter.progress import Silent
 from exporter.weights import layout_weights
 from runtime import TrustPolicy, load
@@ -25,18 +29,23 @@ TARGETS = [pytest.param(KIMI_LINEAR, False, (), id="linear"), pytest.param(K3, F
            pytest.param(K3, True, (), id="k3, packed experts")]
 
 
+def recorded_pair(folder: Path, config: dict[str, object], packed: bool, patches: tuple[int, ...]) -> RecordedProgram:
+    """A target and a draft with latent attention, in the headline precision, recorded for batches of 1 and 4."""
+    write_target(folder / "target", config, dtype=BF16, packed_experts=packed)
+    write_draft(folder / "draft", TAPS, window=12, dtype=BF16)
+    request = ExportRequest(target=folder / "target", draft=folder / "draft", out=folder / "core", settings=HEADLINE,
+                            batches=(1, 4), max_context=256, capability=90, image_patches=patches)
+    models = open_models(request, Silent())
+    plan = plan_models(models, request.settings)
+    shape = serving_shape(models, plan, request)
+    return record(models, plan, layout_weights(weight_specs(models, plan, shape)), shape, request)
+
+
 @pytest.mark.parametrize(("config", "packed", "patches"), TARGETS)
 def test_every_op_of_every_graph_is_computed_by_one_launch(tmp_path: Path, config: dict[str, object], packed: bool,
                                                            patches: tuple[int, ...]) -> None:
     """By more where an op takes several steps, which then follow each other."""
-    write_target(tmp_path / "target", config, dtype=BF16, packed_experts=packed)
-    write_draft(tmp_path / "draft", TAPS, window=12, dtype=BF16)
-    request = ExportRequest(target=tmp_path / "target", draft=tmp_path / "draft", out=tmp_path / "core",
-                            settings=HEADLINE, batches=(1, 4), max_context=256, capability=90, image_patches=patches)
-    models = open_models(request, Silent())
-    plan = plan_models(models, request.settings)
-    shape = serving_shape(models, plan, request)
-    recorded = record(models, plan, layout_weights(weight_specs(models, plan, shape)), shape, request)
+    recorded = recorded_pair(tmp_path, config, packed, patches)
 
     for graph, calls in zip(recorded.graphs, recorded.calls, strict=True):
         launches = lower_graph(calls, recorded.program)
@@ -64,3 +73,19 @@ def test_a_gpu_core_is_signed_verified_and_runs_on_a_cpu_too(tmp_path: Path) -> 
         with load(tmp_path / name, trust=trust) as core:
             tokens.append(Engine(core).generate([1, 2, 3], Request(max_tokens=8)).tokens)
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("config", "packed", "patches"), TARGETS)
+def test_every_graph_is_captured_as_it_is_recorded(tmp_path: Path, config: dict[str, object], packed: bool,
+                                                   patches: tuple[int, ...]) -> None:
+    recorded, seen = recorded_pair(tmp_path, config, packed, patches), []
+    with Witness.open(recorded.program) as witness:
+        def check(graph: graph_pb2.Graph, launched: Launched) -> None:
+            witness.check(graph, launched)
+            seen.append(graph.name)
+
+        record_gpu(recorded.program, zip(recorded.graphs, recorded.calls, strict=True), 90, first_module_id=1,
+                   witness=check)
+
+    assert seen == [graph.name for graph in recorded.graphs]
