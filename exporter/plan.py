@@ -387,6 +387,8 @@ def _planned(
 
 
 def _stored_nbytes(fmt: Format | PackedFormat | None, entry: TensorEntry) -> int:
+    if fmt is PackedFormat.NVFP4:  # whose checkpoint may have scales of activations too
+        return packed(Format.NVFP4, entry.shape).total
     if isinstance(fmt, Format):
         return packed(fmt, entry.shape).total
     return entry.nbytes if fmt else 0

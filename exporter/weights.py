@@ -32,6 +32,13 @@ class Raw(Enum):
     F8_E4M3 = "f8e4m3"
 
 
+class GlobalScale(Enum):
+    """What a checkpoint does with the one fp32 scale of a quantized tensor, after the block scales have multiplied."""
+
+    MULTIPLIES = "multiplies"
+    DIVIDES = "divides"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightSpec:
     """One stored matrix or vector.
@@ -46,6 +53,8 @@ class WeightSpec:
         format: plain and raw formats keep the source's own element type, which must be this one.
         shape: logical shape, outermost axis first.
         data: the weight itself, for one that no checkpoint holds; `sources` is then empty.
+        global_scale: the sources are such scales, one value each, and stored as multipliers: 1 / x, rounded once to
+            fp32, of a scale that divides. None for everything else.
     """
 
     name: str
@@ -57,6 +66,7 @@ class WeightSpec:
     format: Format | Raw
     shape: tuple[int, ...]
     data: Tensor | None = None
+    global_scale: GlobalScale | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def step(folder: Path, bandwidth: float) -> dict[str, Any]:
 
 def record_step(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     """Plan, record and compile the two layers."""
-    whole = kimi_k3(num_layers=2, packed=True)
+    whole = kimi_k3(num_layers=2, experts="mxfp4")
     text = {**KIMI_K3, **whole.config["text_config"]}
     text["linear_attn_config"] |= {"gate_lower_bound": -5.0, "use_full_rank_gate": True}
     config = {"architectures": whole.config["architectures"], "model_type": "kimi_k3", "text_config": text,

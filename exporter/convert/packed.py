@@ -3,6 +3,10 @@
 A published block format spreads one weight over several tensors: codes, block scales, perhaps a global scale. They are
 recognised by names, dtypes and shapes that fit each other, never guessed from a config, and kept byte for byte.
 
+NVFP4 is published in two spellings that differ in what its global scale does: compressed-tensors'
+(`nvfp4-pack-quantized`) `weight_packed`, `weight_scale` and `weight_global_scale`, which divides; and ModelOpt's
+`weight`, `weight_scale` and `weight_scale_2`, which multiplies. Scales of activations are no part of the weight.
+
     logical, packed = group_packed(checkpoint.tensors)
     packed["layers.1.experts.0.w1.weight"].kind         # PackedFormat.MXFP4
 """
@@ -17,7 +21,7 @@ from dflash_core.errors import CheckpointError
 from dflash_core.formats import Format
 
 from exporter.safetensors_header import TensorEntry
-from exporter.weights import Raw, WeightSpec
+from exporter.weights import GlobalScale, Raw, WeightSpec
 
 WEIGHT = ".weight"
 # The last parts of the names of a quantized weight's tensors, in the order in which they are stored: codes, the rest.
@@ -25,7 +29,11 @@ _CODES = ("weight_packed", "qweight", "weight")
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "input_scale",
                "input_global_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
 _MEMBERS = frozenset((*_CODES, *_COMPANIONS))
-_SIGNS = frozenset(("weight_packed", "qweight", "weight_scale", "weight_scale_inv"))  # of a quantized weight
+_SIGNS = frozenset(("weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight_scale_2",
+                    "weight_global_scale"))  # of a quantized weight
+# Names of codes, global scale and scale of the activations, and what the global scale does.
+_NVFP4_SPELLINGS = (("weight_packed", "weight_global_scale", "input_global_scale", GlobalScale.DIVIDES),
+                    ("weight", "weight_scale_2", "input_scale", GlobalScale.MULTIPLIES))
 _UNPACKED = frozenset(("BF16", "F16", "F32", "F64"))
 _PLAIN = ("BF16", "F32")
 _STORED = {"U8": Raw.U8, "F8_E4M3": Raw.F8_E4M3, "F32": Format.F32, "BF16": Format.BF16}
@@ -61,13 +69,16 @@ class PackedWeight:
         name: what the weight would be called if it were plain: it ends in `.weight`.
         kind: its format.
         shape: logical, [rows, cols].
-        parts: checkpoint tensors, the codes first, then scales; kept in this order.
+        parts: checkpoint tensors in this order: codes, block scales, the global scale where the format has one, a
+            scale of the activations where the checkpoint has one.
+        global_scale: what the global scale does; None without one.
     """
 
     name: str
     kind: PackedFormat
     shape: tuple[int, ...]
     parts: tuple[TensorEntry, ...]
+    global_scale: GlobalScale | None
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +118,8 @@ def group_packed(
         if reading is None:
             raise _unknown(stem, codes, members)
         name = stem + WEIGHT
-        packed[name] = PackedWeight(name, reading.kind, reading.shape, tuple(members[last] for last in reading.order))
+        packed[name] = PackedWeight(name, reading.kind, reading.shape, tuple(members[last] for last in reading.order),
+                                    reading.global_scale)
         taken |= {part.name: name for part in packed[name].parts}
     logical: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
@@ -143,6 +155,7 @@ class _Reading:
     kind: PackedFormat
     shape: tuple[int, ...]
     order: tuple[str, ...]
+    global_scale: GlobalScale | None = None
 
 
 def _groups(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEntry]]:
@@ -158,32 +171,28 @@ def _groups(tensors: Mapping[str, TensorEntry]) -> dict[str, dict[str, TensorEnt
 def _recognised(members: Mapping[str, TensorEntry]) -> _Reading | None:
     """The one format whose dtypes and shapes these tensors have, with nothing missing or left over."""
     codes = next(last for last in _CODES if last in members)
-    for kind, shape, scales in _readings(members[codes], members):
-        if set(members) == {codes, *scales}:
-            return _Reading(kind, shape, (codes, *scales))
-    return None
+    return next((reading for reading in _readings(codes, members) if set(members) == set(reading.order)), None)
 
 
-def _readings(
-    codes: TensorEntry, members: Mapping[str, TensorEntry]
-) -> Iterator[tuple[PackedFormat, tuple[int, ...], tuple[str, ...]]]:
-    """Every format that codes and block scales fit, with the logical shape and the scales that it takes."""
-    name = next((last for last in ("weight_scale", "weight_scale_inv") if last in members), None)
-    if len(codes.shape) != 2 or name is None:
+def _readings(name: str, members: Mapping[str, TensorEntry]) -> Iterator[_Reading]:
+    """Every format that codes of this name and their block scales fit."""
+    codes = members[name]
+    scale_name = next((last for last in ("weight_scale", "weight_scale_inv") if last in members), None)
+    if len(codes.shape) != 2 or scale_name is None:
         return
     rows, cols = codes.shape
-    scale = members[name]
+    scale = members[scale_name]
     found = (codes.dtype, scale.dtype, scale.shape)
     if found == ("U8", "U8", (rows, cols // 16)) and cols % 16 == 0:
-        yield PackedFormat.MXFP4, (rows, 2 * cols), (name,)
-    if found == ("U8", "F8_E4M3", (rows, cols // 8)) and cols % 8 == 0:
-        for whole in ("weight_scale_2", "weight_global_scale"):
-            for inputs in ((), ("input_scale",), ("input_global_scale",)):
-                if all(_is_scalar(members.get(last)) for last in (whole, *inputs)):
-                    yield PackedFormat.NVFP4, (rows, 2 * cols), (name, whole, *inputs)
+        yield _Reading(PackedFormat.MXFP4, (rows, 2 * cols), (name, scale_name))
+    if found == ("U8", "F8_E4M3", (rows, cols // 8)) and cols % 8 == 0 and scale_name == "weight_scale":
+        for spelled, whole, inputs, applied in _NVFP4_SPELLINGS:
+            scalars = tuple(last for last in (whole, inputs) if _is_scalar(members.get(last)))
+            if name == spelled and whole in scalars:
+                yield _Reading(PackedFormat.NVFP4, (rows, 2 * cols), (name, scale_name, *scalars), applied)
     blocks = (-(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK))
     if codes.dtype == "F8_E4M3" and scale.dtype in _PLAIN and scale.shape == blocks:
-        yield PackedFormat.FP8_BLOCK, (rows, cols), (name,)
+        yield _Reading(PackedFormat.FP8_BLOCK, (rows, cols), (name, scale_name))
 
 
 def _is_scalar(entry: TensorEntry | None) -> bool:

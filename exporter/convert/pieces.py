@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf, prod
 
 import torch
 from dflash_core.errors import ConvertError
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from exporter.checkpoint import Checkpoint, read_rows, read_tensor
 from exporter.convert.quantized import NON_FINITE
-from exporter.weights import Raw, WeightSpec
+from exporter.weights import GlobalScale, Raw, WeightSpec
 
 READ_NBYTES = 8 << 20
 
@@ -41,10 +42,10 @@ class Piece:
     last_row: int | None = None
 
     def read(self) -> Tensor:
-        """The values as the checkpoint has them.
+        """The values as the checkpoint has them; a global scale as a multiplier.
 
         Raises:
-            ConvertError: WEIGHT_DTYPE.
+            ConvertError: WEIGHT_DTYPE; GLOBAL_SCALE, which names a scale that is not a positive finite number.
             CheckpointError: as `exporter.checkpoint.read_rows`.
         """
         if self.checkpoint is None:
@@ -61,7 +62,17 @@ class Piece:
                 where=f"{self.spec.name} from {self.source}", expected=_dtype_name(expected),
                 got=_dtype_name(values.dtype), hint="publish the checkpoint in bfloat16 or float32",
             )
-        return values
+        return values if self.spec.global_scale is None else self._multiplier(values, self.spec.global_scale)
+
+    def _multiplier(self, scale: Tensor, applied: GlobalScale) -> Tensor:
+        factor = scale.reciprocal() if applied is GlobalScale.DIVIDES else scale
+        if not (0 < float(scale) < inf and 0 < float(factor) < inf):
+            raise ConvertError(
+                "GLOBAL_SCALE", "global scale of a quantized weight is of no use",
+                where=f"{self.source} in {self.shard}", expected=f"a positive finite number, which {applied.value}",
+                got=float(scale), hint="the checkpoint is damaged: fetch it again",
+            )
+        return factor
 
     @contextmanager
     def located(self, values: Tensor) -> Iterator[None]:
@@ -90,6 +101,9 @@ def pieces_of(spec: WeightSpec, checkpoints: Mapping[str, Checkpoint]) -> list[P
         return [Piece(spec, None, spec.name, "", spec.data.nbytes)]
     checkpoint = checkpoints[spec.checkpoint]
     entries = [checkpoint.tensors[name] for name in spec.sources]
+    if spec.global_scale is not None:
+        assert prod(spec.shape) == len(entries) and all(prod(entry.shape) == 1 for entry in entries), spec.name
+        return [Piece(spec, checkpoint, entry.name, entry.shard, entry.nbytes) for entry in entries]
     _check_shapes(spec, [entry.shape for entry in entries])
     pieces = []
     for entry in entries:

@@ -64,7 +64,7 @@ def choices_from(ids_ptr, positions_ptr, expert, choice, count, TOP_K: tl.conste
 
 
 @triton.jit
-def expert_hidden(x_ptr, positions_ptr, ids_ptr, w_ptr, scale_ptr, hidden_ptr, count, IN: tl.constexpr,
+def expert_hidden(x_ptr, positions_ptr, ids_ptr, w_ptr, scale_ptr, global_ptr, hidden_ptr, count, IN: tl.constexpr,
                   OUT: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BETA: tl.constexpr,
                   LINEAR_BETA: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
                   SCANNED: tl.constexpr, CHAINED: tl.constexpr):
@@ -74,22 +74,23 @@ def expert_hidden(x_ptr, positions_ptr, ids_ptr, w_ptr, scale_ptr, hidden_ptr, c
     expert = tl.load(ids_ptr + choice)
     if computes(ids_ptr, positions_ptr, expert, choice, TOP_K, SCANNED):
         together = choices_from(ids_ptr, positions_ptr, expert, choice, count, TOP_K, SCANNED)
-        hidden_tile(x_ptr, w_ptr, scale_ptr, hidden_ptr, expert, together, tl.program_id(0), IN, OUT, TOP_K, FORMAT,
-                    BETA, LINEAR_BETA, BN, BK, STAGES)
+        hidden_tile(x_ptr, w_ptr, scale_ptr, global_ptr, hidden_ptr, expert, together, tl.program_id(0), IN, OUT,
+                    TOP_K, FORMAT, BETA, LINEAR_BETA, BN, BK, STAGES)
 
 
 @triton.jit
-def expert_output(hidden_ptr, positions_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, y_ptr, count, IN: tl.constexpr,
-                  OUT: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr, STAGES: tl.constexpr, SCANNED: tl.constexpr, CHAINED: tl.constexpr):
+def expert_output(hidden_ptr, positions_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, global_ptr, y_ptr, count,
+                  IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, FORMAT: tl.constexpr,
+                  BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SCANNED: tl.constexpr,
+                  CHAINED: tl.constexpr):
     """`output_tile`. Grid: tiles of BN columns, choices."""
     begin(CHAINED)
     choice = tl.program_id(1)
     expert = tl.load(ids_ptr + choice)
     if computes(ids_ptr, positions_ptr, expert, choice, TOP_K, SCANNED):
         together = choices_from(ids_ptr, positions_ptr, expert, choice, count, TOP_K, SCANNED)
-        output_tile(hidden_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, y_ptr, expert, together, tl.program_id(0), IN,
-                    OUT, TOP_K, K_PAD, FORMAT, BN, BK, STAGES)
+        output_tile(hidden_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, global_ptr, y_ptr, expert, together,
+                    tl.program_id(0), IN, OUT, TOP_K, K_PAD, FORMAT, BN, BK, STAGES)
 
 
 @triton.jit

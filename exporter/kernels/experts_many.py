@@ -59,9 +59,10 @@ def group_choices(ids_ptr, positions_ptr, starts_ptr, grouped_ptr, count, EXPERT
 
 
 @triton.jit
-def many_hidden(x_ptr, starts_ptr, grouped_ptr, w_ptr, scale_ptr, hidden_ptr, IN: tl.constexpr, OUT: tl.constexpr,
-                TOP_K: tl.constexpr, FORMAT: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
-                BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, CHAINED: tl.constexpr):
+def many_hidden(x_ptr, starts_ptr, grouped_ptr, w_ptr, scale_ptr, global_ptr, hidden_ptr, IN: tl.constexpr,
+                OUT: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BETA: tl.constexpr,
+                LINEAR_BETA: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr,
+                CHAINED: tl.constexpr):
     """`hidden_tile` for every R choices of an expert. Grid: tiles of BN / 2 hidden columns, experts."""
     begin(CHAINED)
     expert = tl.program_id(1)
@@ -69,12 +70,12 @@ def many_hidden(x_ptr, starts_ptr, grouped_ptr, w_ptr, scale_ptr, hidden_ptr, IN
     for first in range(tl.load(starts_ptr + expert), last, R):
         at = first + tl.arange(0, R)
         choice = tl.load(grouped_ptr + at, mask=at < last, other=-1)
-        hidden_tile(x_ptr, w_ptr, scale_ptr, hidden_ptr, expert, choice, tl.program_id(0), IN, OUT, TOP_K, FORMAT,
-                    BETA, LINEAR_BETA, BN, BK, STAGES)
+        hidden_tile(x_ptr, w_ptr, scale_ptr, global_ptr, hidden_ptr, expert, choice, tl.program_id(0), IN, OUT, TOP_K,
+                    FORMAT, BETA, LINEAR_BETA, BN, BK, STAGES)
 
 
 @triton.jit
-def many_output(hidden_ptr, starts_ptr, grouped_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, y_ptr,
+def many_output(hidden_ptr, starts_ptr, grouped_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, global_ptr, y_ptr,
                 IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, FORMAT: tl.constexpr,
                 BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, CHAINED: tl.constexpr):
     """`output_tile` for every R choices of an expert. Grid: tiles of BN columns, experts."""
@@ -84,8 +85,8 @@ def many_output(hidden_ptr, starts_ptr, grouped_ptr, ids_ptr, weights_ptr, w_ptr
     for first in range(tl.load(starts_ptr + expert), last, R):
         at = first + tl.arange(0, R)
         choice = tl.load(grouped_ptr + at, mask=at < last, other=-1)
-        output_tile(hidden_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, y_ptr, expert, choice, tl.program_id(0), IN,
-                    OUT, TOP_K, K_PAD, FORMAT, BN, BK, STAGES)
+        output_tile(hidden_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, global_ptr, y_ptr, expert, choice,
+                    tl.program_id(0), IN, OUT, TOP_K, K_PAD, FORMAT, BN, BK, STAGES)
 
 
 def many_launches(call: OpCall, program: Program, hidden: Tensor, y: Tensor) -> list[Launch]:

@@ -1,9 +1,9 @@
 """The two products of an expert, for rows that chose it, with what surrounds them: activation, weight and place.
 
-Weights are the matrix instruction's wide side, bf16 as stored or MXFP4 codes decoded in registers to bf16, which holds
-every code x scale exactly, or as the infinity that fp32 gives; scale 255 is NaN. `weight_tile` decodes any tile, code
-by code. `packed_step` decodes eight codes at a time in the layout of exporter.kernels.linear_packed, and needs a
-reduction of a multiple of 256.
+Weights are the matrix instruction's wide side, bf16 as stored or 4-bit codes decoded in registers to bf16, which holds
+every code x block scale exactly, or (MXFP4) as the infinity that fp32 gives; MXFP4's scale 255 is NaN. NVFP4's global
+scales multiply the sums, in fp32. `weight_tile` decodes any tile, code by code. `packed_step` decodes eight codes at a
+time in the layout of exporter.kernels.linear_packed, and needs a reduction of a multiple of 256.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from dflash_core.errors import CaptureError
 
 from exporter.kernels.activation import betas, gated
 from exporter.kernels.launch import Kernel, Launch, OpCall
-from exporter.kernels.linear_packed import THREADS, activations, fragments
+from exporter.kernels.linear_packed import RESULT_SCALE, THREADS, activations, fragments, nvfp4_values
 from exporter.kernels.rows import cdiv, power_of_two
 from exporter.kernels.tuning import PACKED_COLUMNS, PACKED_STAGES
 from exporter.program.builder import Tensor
 from runtime.ops import DType
 
-BF16_WEIGHTS, MXFP4_WEIGHTS, PACKED_WEIGHTS = 0, 1, 2  # packed: MXFP4 that `packed_step` reads
+BF16_WEIGHTS, MXFP4_WEIGHTS, NVFP4_WEIGHTS = 0, 1, 2
+PACKED_MXFP4, PACKED_NVFP4 = 3, 4  # the same bytes, where `packed_step` reads them
+PACKED = {MXFP4_WEIGHTS: PACKED_MXFP4, NVFP4_WEIGHTS: PACKED_NVFP4}
 
 # Eight E2M1 codes $4 times two pairs of equal bf16 powers ($5, $6): the low codes of bytes 0 and 2 to $0, of 1 and 3 to
 # $1, their high codes to $2 and $3. The bits of a code read as bf16 are its value times 2**-126, which is undone first:
@@ -72,16 +74,21 @@ def weight_tile(w_ptr, scale_ptr, row, k0, IN: tl.constexpr, BN: tl.constexpr, B
         k = k0 + tl.arange(0, BK)
         return tl.load(w_ptr + row[:, None] * IN + k[None, :], mask=(k < IN)[None, :], other=0.0)
     else:
-        byte, block = k0 // 2 + tl.arange(0, BK // 2), k0 // 32 + tl.arange(0, BK // 32)
+        SIZE: tl.constexpr = 32 if FORMAT == 1 else 16
+        byte, block = k0 // 2 + tl.arange(0, BK // 2), k0 // SIZE + tl.arange(0, BK // SIZE)
         packed = tl.load(w_ptr + row[:, None] * (IN // 2) + byte[None, :], mask=(byte < IN // 2)[None, :], other=0)
-        scale = tl.load(scale_ptr + row[:, None] * (IN // 32) + block[None, :], mask=(block < IN // 32)[None, :],
+        scale = tl.load(scale_ptr + row[:, None] * (IN // SIZE) + block[None, :], mask=(block < IN // SIZE)[None, :],
                         other=0)
         codes = tl.join(packed & 15, packed >> 4).reshape(BN, BK).to(tl.int16)
         magnitude = codes & 7
         # e2m1 to bf16 bits: exponents 1..3 are biased by 126; code 1 is the subnormal 0.5
         bits = tl.where(magnitude > 1, (magnitude << 6) + (126 << 7), magnitude * (126 << 7)) | ((codes & 8) << 12)
         values = bits.to(tl.bfloat16, bitcast=True)
-        return (values.reshape(BN, BK // 32, 32) * power_of(scale)[:, :, None]).reshape(BN, BK)
+        if FORMAT == 1:
+            factor = power_of(scale)
+        else:
+            factor = scale.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+        return (values.reshape(BN, BK // SIZE, SIZE) * factor[:, :, None]).reshape(BN, BK)
 
 
 @triton.jit
@@ -91,22 +98,36 @@ def packed_row(i):
 
 
 @triton.jit
-def packed_step(x_ptr, x_row, held, w_ptr, scale_ptr, row, k0, acc, IN: tl.constexpr):
-    """acc [64, n] plus columns k0 ... k0 + 255 of MXFP4 weight rows (i64 [64], in the order of `packed_row`) times the
-    n rows of x that are held. Four warps."""
-    scales = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)) + (row * IN + k0) // 256)
+def mxfp4_values(w_ptr, scales, row, k0, PART: tl.constexpr, IN: tl.constexpr):
+    """Columns k0 + 128 PART ... of rows, as `nvfp4_values` gives them, but not scaled.
+
+    scales: i64 [64], the E8M0 bytes of columns k0 ... k0 + 255.
+    """
+    packed = tl.load(w_ptr + ((row * IN + k0) // 2 + PART * 64)[:, None] + tl.arange(0, 64)[None, :])
+    shift = 32 * PART + 8 * tl.arange(0, THREADS)
+    power = power_of((scales[:, None] >> shift[None, :]).to(tl.int32) & 255)
+    packed, power = tl.broadcast(packed.reshape(64, THREADS, 2, 8), power[:, :, None, None])
+    low, high = tl.inline_asm_elementwise(E2M1_TIMES_POWER, "=r,=r,=r,=r,r,r,r", [packed, power],
+                                          dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
+    return tl.join(low, high).reshape(64, THREADS, 32)
+
+
+@triton.jit
+def packed_step(x_ptr, x_row, held, w_ptr, scale_ptr, row, k0, acc, IN: tl.constexpr, FORMAT: tl.constexpr):
+    """acc [64, n] plus columns k0 ... k0 + 255 of weight rows (i64 [64], in the order of `packed_row`) times the n rows
+    of x that are held; of NVFP4 without its global scale, and times 2**-8. Four warps."""
+    if FORMAT == 3:
+        scales = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)) + (row * IN + k0) // 256)
     for part in tl.static_range(2):
         k = k0 + part * 128 + tl.arange(0, 128)
         x = tl.load(x_ptr + x_row[None, :, None].to(tl.int64) * IN + k[None, None, :], mask=held[None, :, None],
                     other=0.0)
-        packed = tl.load(w_ptr + ((row * IN + k0) // 2 + part * 64)[:, None] + tl.arange(0, 64)[None, :])
-        shift = 32 * part + 8 * tl.arange(0, THREADS)
-        power = power_of((scales[:, None] >> shift[None, :]).to(tl.int32) & 255)
-        packed, power = tl.broadcast(packed.reshape(64, THREADS, 2, 8), power[:, :, None, None])
-        low, high = tl.inline_asm_elementwise(E2M1_TIMES_POWER, "=r,=r,=r,=r,r,r,r", [packed, power],
-                                              dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4)
-        values = fragments(tl.join(low, high).reshape(64, THREADS, 32), 1, 128)
-        acc = tl.dot(values.reshape(64, 128), activations(x, 1, 128).reshape(128, acc.shape[1]), acc)
+        if FORMAT == 3:
+            values = mxfp4_values(w_ptr, scales, row, k0, part, IN)
+        else:
+            values = nvfp4_values(w_ptr, scale_ptr, row * IN, k0 + part * 128, IN)
+        values = fragments(values, 1, 128).reshape(64, 128)
+        acc = tl.dot(values, activations(x, 1, 128).reshape(128, acc.shape[1]), acc)
     return acc
 
 
@@ -121,11 +142,12 @@ def rows_tile(x_ptr, row, held, k0, IN: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def product(x_ptr, x_row, held, w_ptr, scale_ptr, row, IN: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
             FORMAT: tl.constexpr, STAGES: tl.constexpr):
-    """Weight rows (i64 [BN], numbered by `tile_row`) times the n rows of x that are held: [BN, n] in fp32."""
+    """Weight rows (i64 [BN], numbered by `tile_row`) times the n rows of x that are held: [BN, n] in fp32, of NVFP4
+    without `global_factor`."""
     acc = tl.zeros([BN, x_row.shape[0]], tl.float32)
     for k0 in tl.range(0, IN, BK, num_stages=STAGES):
-        if FORMAT == 2:
-            acc = packed_step(x_ptr, x_row, held, w_ptr, scale_ptr, row, k0, acc, IN)
+        if FORMAT >= 3:
+            acc = packed_step(x_ptr, x_row, held, w_ptr, scale_ptr, row, k0, acc, IN, FORMAT)
         else:
             x = rows_tile(x_ptr, x_row, held, k0, IN, BK)
             acc = tl.dot(weight_tile(w_ptr, scale_ptr, row, k0, IN, BN, BK, FORMAT), x, acc)
@@ -133,10 +155,20 @@ def product(x_ptr, x_row, held, w_ptr, scale_ptr, row, IN: tl.constexpr, BN: tl.
 
 
 @triton.jit
+def global_factor(global_ptr, at, FORMAT: tl.constexpr):
+    """What the sums of an NVFP4 `product` are multiplied by: the global scale of a tensor, exactly brought to their
+    scale."""
+    factor = tl.load(global_ptr + at)
+    if FORMAT == 4:
+        factor *= RESULT_SCALE
+    return factor
+
+
+@triton.jit
 def tile_row(BN: tl.constexpr, FORMAT: tl.constexpr):
     """Which row of the result belongs to each weight row that `product` is given."""
     i = tl.arange(0, BN)
-    if FORMAT == 2:
+    if FORMAT >= 3:
         i = packed_row(i)
     return i
 
@@ -152,9 +184,9 @@ def ascending_place(ids_ptr, choice, held, expert, TOP_K: tl.constexpr, K_PAD: t
 
 
 @triton.jit
-def hidden_tile(x_ptr, w_ptr, scale_ptr, hidden_ptr, expert, choice, tile, IN: tl.constexpr, OUT: tl.constexpr,
-                TOP_K: tl.constexpr, FORMAT: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
-                BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+def hidden_tile(x_ptr, w_ptr, scale_ptr, global_ptr, hidden_ptr, expert, choice, tile, IN: tl.constexpr,
+                OUT: tl.constexpr, TOP_K: tl.constexpr, FORMAT: tl.constexpr, BETA: tl.constexpr,
+                LINEAR_BETA: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """BN / 2 columns of hidden[choice] = r(act(gate x, up x)), for choices (row * TOP_K + rank) of one expert, [n], -1
     where there is none. The gate rows of a tile of weights lie before its up rows."""
     half: tl.constexpr = BN // 2
@@ -163,19 +195,24 @@ def hidden_tile(x_ptr, w_ptr, scale_ptr, hidden_ptr, expert, choice, tile, IN: t
     row = (expert.to(tl.int64) * 2 + t // half) * OUT + tl.where(column < OUT, column, 0)
     acc = product(x_ptr, choice // TOP_K, held, w_ptr, scale_ptr, row, IN, BN, BK, FORMAT, STAGES)
     gate, up = tl.split(tl.permute(acc.reshape(2, half, acc.shape[1]), (1, 2, 0)))
+    if global_ptr is not None:
+        gate *= global_factor(global_ptr, expert * 2, FORMAT)
+        up *= global_factor(global_ptr, expert * 2 + 1, FORMAT)
     n = tile * half + tl.arange(0, half)
     tl.store(hidden_ptr + choice[None, :].to(tl.int64) * OUT + n[:, None],
              gated(gate, up, BETA, LINEAR_BETA).to(tl.bfloat16), mask=held[None, :] & (n < OUT)[:, None])
 
 
 @triton.jit
-def output_tile(hidden_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, y_ptr, expert, choice, tile, IN: tl.constexpr,
-                OUT: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, FORMAT: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr, STAGES: tl.constexpr):
+def output_tile(hidden_ptr, ids_ptr, weights_ptr, w_ptr, scale_ptr, global_ptr, y_ptr, expert, choice, tile,
+                IN: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr, FORMAT: tl.constexpr,
+                BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """BN columns of y[row, place of the expert among the row's] = weight * down(hidden[choice]), in fp32."""
     column, held = tile * BN + tile_row(BN, FORMAT), choice >= 0
     row = expert.to(tl.int64) * OUT + tl.where(column < OUT, column, 0)
     acc = product(hidden_ptr, choice, held, w_ptr, scale_ptr, row, IN, BN, BK, FORMAT, STAGES)
+    if global_ptr is not None:
+        acc *= global_factor(global_ptr, expert, FORMAT)
     weight = tl.load(weights_ptr + choice, mask=held, other=0.0)
     place = ascending_place(ids_ptr, choice, held, expert, TOP_K, K_PAD)
     n = tile * BN + tl.arange(0, BN)
@@ -189,13 +226,15 @@ class ExpertWeight:
 
     Attributes:
         gates: 2 where gate and up rows lie in one matrix, else 1; `out_features` counts the result's columns.
-        format: BF16_WEIGHTS, MXFP4_WEIGHTS or PACKED_WEIGHTS.
+        scale, global_scale: of 4-bit codes; the second of NVFP4 alone.
+        format: BF16_WEIGHTS and so on.
         tile: weight rows of a block, BN.
         depth: columns of the reduction per step, BK.
     """
 
     codes: Tensor
     scale: Tensor | None
+    global_scale: Tensor | None
     in_features: int
     out_features: int
     gates: int
@@ -208,11 +247,11 @@ class ExpertWeight:
     @property
     def packs(self) -> bool:
         """Whether `packed_step` can read it."""
-        return self.format == MXFP4_WEIGHTS and self.in_features % PACKED_COLUMNS == 0
+        return self.format in PACKED and self.in_features % PACKED_COLUMNS == 0
 
     def packed(self, stages: int) -> ExpertWeight:
         """As `packed_step` reads it."""
-        return replace(self, format=PACKED_WEIGHTS, tile=64, depth=PACKED_COLUMNS, num_warps=4, stages=stages)
+        return replace(self, format=PACKED[self.format], tile=64, depth=PACKED_COLUMNS, num_warps=4, stages=stages)
 
 
 def expert_weight(call: OpCall, name: str) -> ExpertWeight:
@@ -221,15 +260,16 @@ def expert_weight(call: OpCall, name: str) -> ExpertWeight:
     Raises:
         CaptureError: GPU_WEIGHT; it is fp32.
     """
-    codes, scale = call.operands[name], call.operands.get(f"{name}_scale")
+    codes, scale, whole = (call.operands.get(f"{name}{part}") for part in ("", "_scale", "_global"))
+    assert codes is not None, name
     if scale is None and codes.dtype is not DType.BF16:
         raise CaptureError("GPU_WEIGHT", "GPU kernels read bf16 weights", where=call.label, expected="bf16",
                            got=codes.dtype.view_name, hint="publish the checkpoint in bfloat16")
     width, inner = call.number("width"), call.number("inner")
-    fmt = BF16_WEIGHTS if scale is None else MXFP4_WEIGHTS
+    fmt = BF16_WEIGHTS if scale is None else MXFP4_WEIGHTS if whole is None else NVFP4_WEIGHTS
     if name == "gate_up":
-        return ExpertWeight(codes, scale, width, inner, 2, fmt)
-    return ExpertWeight(codes, scale, inner, width, 1, fmt)
+        return ExpertWeight(codes, scale, whole, width, inner, 2, fmt)
+    return ExpertWeight(codes, scale, whole, inner, width, 1, fmt)
 
 
 def step_tile(weight: ExpertWeight) -> ExpertWeight:
@@ -254,10 +294,11 @@ def product_launch(call: OpCall, function: Any, weight: ExpertWeight, constants:
         **constants, "IN": weight.in_features, "OUT": weight.out_features, "TOP_K": top_k, "FORMAT": weight.format,
         "BN": weight.tile, "BK": weight.depth, "STAGES": weight.stages}
     given: dict[str, Tensor | int] = {**arguments, "w_ptr": weight.codes}
-    if weight.scale is None:
-        fixed["scale_ptr"] = None
-    else:
-        given["scale_ptr"] = weight.scale
+    for name, scale in (("scale_ptr", weight.scale), ("global_ptr", weight.global_scale)):
+        if scale is None:
+            fixed[name] = None
+        else:
+            given[name] = scale
     if weight.gates == 2:
         fixed |= betas(call)
         given |= {"x_ptr": call.operands["x"], "hidden_ptr": out}

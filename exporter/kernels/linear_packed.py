@@ -82,9 +82,12 @@ def _mxfp8(w_ptr, scales, row, k0, PART: tl.constexpr, IN: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4(w_ptr, scale_ptr, row, k0, IN: tl.constexpr):
+def nvfp4_values(w_ptr, scale_ptr, row, k0, IN: tl.constexpr):
     """Columns k0 ... k0 + 127 of rows: [64, 4, 32] bf16 by row, thread, and the thread's columns in the order of
-    `_columns`, times 2**-8."""
+    `activations`, times 2**-8.
+
+    row: i64 [64], numbers of the rows times IN.
+    """
     column = tl.arange(0, 64)
     packed = tl.load(w_ptr + ((row + k0) // 2)[:, None] + column[None, :])
     scales = tl.load(scale_ptr.to(tl.pointer_type(tl.int64)) + (row + k0) // 128)
@@ -169,13 +172,13 @@ def linear_packed(x_ptr, w_ptr, scale_ptr, global_ptr, residual_ptr, out_ptr, ro
             if FORMAT == 1:
                 w = _mxfp8(w_ptr, scales, row, k0, part, IN)
             else:
-                w = _nvfp4(w_ptr, scale_ptr, row, k0 + part * WIDTH, IN)
+                w = nvfp4_values(w_ptr, scale_ptr, row, k0 + part * WIDTH, IN)
             acc = slices_product(fragments(w, SLICES, WIDTH), x, acc)
             if EPILOGUE == 2:
                 if FORMAT == 1:
                     w_up = _mxfp8(w_ptr, up_scales, row + OUT * IN, k0, part, IN)
                 else:
-                    w_up = _nvfp4(w_ptr, scale_ptr, row + OUT * IN, k0 + part * WIDTH, IN)
+                    w_up = nvfp4_values(w_ptr, scale_ptr, row + OUT * IN, k0 + part * WIDTH, IN)
                 up = slices_product(fragments(w_up, SLICES, WIDTH), x, up)
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)

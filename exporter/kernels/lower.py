@@ -106,6 +106,7 @@ ALONE: dict[str, Lower] = {
     "dflash.route/1": router.lower_route,
     "dflash.experts/1": experts.lower_experts,
     "dflash.experts_mxfp4/1": experts.lower_experts,
+    "dflash.experts_nvfp4/1": experts.lower_experts,
     "dflash.latent_cache/1": latent.lower_latent_cache,
     "dflash.latent_rows/1": latent.lower_latent_rows,
     "dflash.latent_store/1": latent.lower_latent_store,

@@ -274,10 +274,12 @@ def _experts(fwd: Forward, config: KimiConfig, z: Tensor, ids: Tensor, weights: 
         "rows": fwd.rows.count, "width": z.shape[1], "inner": moe.inner, "experts": moe.num_experts,
         "top_k": moe.top_k, "situ_beta": config.situ_beta, "situ_linear_beta": config.situ_linear_beta,
         "act": fwd.act}
-    if gate_up.format is Raw.U8:
-        scales = {f"{n}_scale": fwd.weight(f"{here}.experts.{n}_scale").codes for n in ("gate_up", "down")}
-        fwd.graph.call("dflash.experts_mxfp4/1", {**operands, **scales}, label=here, **shape)
-    else:
-        assert gate_up.format in (Format.BF16, Format.F32)
+    if gate_up.format in (Format.BF16, Format.F32):
         fwd.graph.call("dflash.experts/1", operands, label=here, w=gate_up.codes.dtype, **shape)
+        return out
+    is_nvfp4 = fwd.weight(f"{here}.experts.gate_up_scale").format is Raw.F8_E4M3
+    scales = {f"{n}_{scale}": fwd.weight(f"{here}.experts.{n}_{scale}").codes for n in ("gate_up", "down")
+              for scale in ("scale", *(["global"] if is_nvfp4 else []))}
+    op = "dflash.experts_nvfp4/1" if is_nvfp4 else "dflash.experts_mxfp4/1"
+    fwd.graph.call(op, {**operands, **scales}, label=here, **shape)
     return out

@@ -15,11 +15,13 @@ from dflash_core.formats import Format
 from exporter.convert.packed import PackedFormat, PackedWeight
 from exporter.kimi_config import KimiConfig
 from exporter.plan import PlannedTensor
-from exporter.weights import Raw, WeightSpec
+from exporter.weights import GlobalScale, Raw, WeightSpec
 
 HEAD = "lm_head.weight"
 VISION = ("vision_tower.", "mm_projector.")
-CODES, SCALES = 0, 1  # parts of a published MXFP4 weight, in the order in which it lists them
+CODES, BLOCK_SCALES, GLOBAL_SCALE = range(3)  # parts of a published 4-bit weight, in the order in which it lists them
+
+_GLOBAL_RECIPES = {GlobalScale.MULTIPLIES: "keep-rows/1", GlobalScale.DIVIDES: "reciprocal-rows/1"}
 
 
 def weight_specs(config: KimiConfig, planned: Mapping[str, PlannedTensor],
@@ -99,8 +101,8 @@ def _moe(specs: _Specs, config: KimiConfig, here: str) -> None:
     if config.moe.latent is not None:
         specs.add(f"{here}.latent_down", f"{at}.routed_expert_down_proj.weight")
     experts = [f"{at}.experts.{e}" for e in range(config.moe.num_experts)]
-    specs.add_experts(f"{here}.experts.gate_up", [f"{e}.{w}.weight" for e in experts for w in ("w1", "w3")])
-    specs.add_experts(f"{here}.experts.down", [f"{e}.w2.weight" for e in experts])
+    specs.add_experts(f"{here}.experts.gate_up", [(f"{e}.w1.weight", f"{e}.w3.weight") for e in experts])
+    specs.add_experts(f"{here}.experts.down", [(f"{e}.w2.weight",) for e in experts])
     if config.moe.latent is not None:
         if config.moe.latent_norm:
             specs.add(f"{here}.latent_norm", f"{at}.routed_expert_norm.weight")
@@ -128,27 +130,44 @@ class _Specs:
             assert isinstance(found[0].format, Format), name
             self._append(name, [t.source for t in found], found[0].format, [t.shape for t in found])
 
-    def add_experts(self, name: str, sources: Sequence[str]) -> None:
-        """Routed experts of one format: plain, or MXFP4 as published, whose scales are a weight beside the codes."""
-        found = self._claim(sources)
+    def add_experts(self, name: str, experts: Sequence[tuple[str, ...]]) -> None:
+        """Routed experts of one format: plain; or MXFP4 or NVFP4 as published, with scales as weights beside the codes.
+
+        Args:
+            experts: each one's tensors.
+        """
+        found = self._claim([source for expert in experts for source in expert])
         if not found:
             return
+        weights = [self._packed[t.name] for t in found if t.name in self._packed]
+        spellings = {weight.global_scale for weight in weights}
         formats = {t.format for t in found}
-        if len(formats) > 1 or not formats <= {Format.BF16, Format.F32, PackedFormat.MXFP4}:
+        if (len(formats) > 1 or len(spellings) > 1
+                or not formats <= {Format.BF16, Format.F32, PackedFormat.MXFP4, PackedFormat.NVFP4}):
             raise CheckpointError(
                 "EXPERT_FORMAT", "routed experts are in a format that is not computed", where=name,
-                expected="all in bf16, all in f32 or all in mxfp4",
-                got=" and ".join(sorted(f.value for f in formats if f is not None)),
+                expected="all in bf16, all in f32, all in mxfp4 or all in nvfp4, in one spelling",
+                got=" and ".join(sorted({f.value for f in formats if f is not None}
+                                        | {f"a global scale that {s.value}" for s in spellings if s is not None})),
                 hint="export from the checkpoint in one of these formats")
         fmt = formats.pop()
         if isinstance(fmt, Format):
             self._append(name, [t.source for t in found], fmt, [t.shape for t in found])
             return
-        weights = [self._packed[t.name] for t in found]
-        for suffix, part in (("", CODES), ("_scale", SCALES)):
+        assert fmt is not None, name
+        scale = Raw.F8_E4M3 if fmt is PackedFormat.NVFP4 else Raw.U8
+        for suffix, part, raw in (("", CODES, Raw.U8), ("_scale", BLOCK_SCALES, scale)):
             entries = [weight.parts[part] for weight in weights]
-            self._append(name + suffix, [e.name for e in entries], Raw.U8, [e.shape for e in entries],
-                         recipe=f"keep-rows/1+{PackedFormat.MXFP4.view_format}")
+            self._append(name + suffix, [e.name for e in entries], raw, [e.shape for e in entries],
+                         recipe=f"keep-rows/1+{fmt.view_format}")
+        applied = spellings.pop()
+        if applied is not None:
+            each = len(experts[0])
+            self._specs.append(WeightSpec(
+                name=f"target.{name}_global", blob="target", owner="target", checkpoint="target",
+                sources=tuple(weight.parts[GLOBAL_SCALE].name for weight in weights),
+                recipe=f"{_GLOBAL_RECIPES[applied]}+{fmt.view_format}", format=Format.F32,
+                shape=(len(experts), each) if each > 1 else (len(experts),), global_scale=applied))
 
     def finish(self) -> list[WeightSpec]:
         left = [t.source for bare, t in self._planned.items()

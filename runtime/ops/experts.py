@@ -12,13 +12,14 @@ import numpy as np
 from dflash_core.errors import FormatError
 
 from runtime.ops.activation import gated, sigmoid
-from runtime.ops.decode import E2M1_PAIRS, E8M0_VALUES, decode_plain
+from runtime.ops.decode import E2M1_PAIRS, E4M3_VALUES, E8M0_VALUES, decode_plain
 from runtime.ops.linear import RowProduct
 from runtime.ops.registry import (
     ACT,
     F32,
     U32,
     Args,
+    Array,
     DType,
     DTypeOf,
     F32Array,
@@ -32,6 +33,7 @@ from runtime.ops.registry import (
 )
 
 Decode = Callable[[int], F32Array]
+Product = Callable[[int, Array], F32Array]
 I32, FP32 = DType.I32, DType.F32
 TILE_ROWS = 8
 
@@ -97,7 +99,7 @@ def experts(a: Args) -> Step:
     Rounding: products and sums in fp32 at fixed shapes, the hidden row rounded once, the weighted sum of experts (by
     ascending id) in fp32 and rounded once.
     """
-    return _bind(a, _plain(a, "gate_up"), _plain(a, "down"))
+    return _bind(a, _product(_plain(a, "gate_up")), _product(_plain(a, "down")))
 
 
 @op("dflash.experts_mxfp4/1", *SHAPE, *ROWS,
@@ -108,7 +110,23 @@ def experts(a: Args) -> Step:
 def experts_mxfp4(a: Args) -> Step:
     """As `experts`, with weights in MXFP4 as published: E2M1 codes, two a byte, low nibble first, times one E8M0 scale
     per 32 in-features. A decoded weight is exact in fp32."""
-    return _bind(a, _mxfp4(a, "gate_up"), _mxfp4(a, "down"))
+    return _bind(a, *(_product(_fp4(a, name, 32, E8M0_VALUES)) for name in ("gate_up", "down")))
+
+
+@op("dflash.experts_nvfp4/1", *SHAPE, *ROWS,
+    reads("gate_up", DType.U8, "experts*2*inner", "width/2"),
+    reads("gate_up_scale", DType.E4M3, "experts*2*inner", "width/16"), reads("gate_up_global", FP32, "experts", 2),
+    reads("down", DType.U8, "experts*width", "inner/2"), reads("down_scale", DType.E4M3, "experts*width", "inner/16"),
+    reads("down_global", FP32, "experts"), OUT)
+def experts_nvfp4(a: Args) -> Step:
+    """As `experts`, with weights in NVFP4 as published: E2M1 codes, two a byte, low nibble first, times one E4M3 scale
+    per 16 in-features, times one global scale per tensor: an expert's gate, its up and its down have one each.
+
+    Rounding: a code times its block scale is exact in fp32. The global scale multiplies the fp32 sum, once, as in
+    `linear_nvfp4`: gate's and up's before the activation, down's before the expert's weight.
+    """
+    return _bind(a, *(_scaled(_product(_fp4(a, name, 16, E4M3_VALUES)), a.array(f"{name}_global"))
+                      for name in ("gate_up", "down")))
 
 
 def _plain(a: Args, name: str) -> Decode:
@@ -116,20 +134,38 @@ def _plain(a: Args, name: str) -> Decode:
     return lambda expert: decode_plain(by_expert[expert])
 
 
-def _mxfp4(a: Args, name: str) -> Decode:
+def _fp4(a: Args, name: str, block: int, scale_values: F32Array) -> Decode:
+    """E2M1 codes times the values of one-byte scales, one per `block` in-features."""
     count = a.int("experts")
     codes = a.array(name).reshape(count, -1, a.array(name).shape[-1])
     scales = a.array(f"{name}_scale").reshape(count, codes.shape[1], -1)
 
     def decode(expert: int) -> F32Array:
-        values: F32Array = E2M1_PAIRS[codes[expert]].reshape(codes.shape[1], -1, 32)
-        values *= E8M0_VALUES[scales[expert]][..., None]
+        values: F32Array = E2M1_PAIRS[codes[expert]].reshape(codes.shape[1], -1, block)
+        values *= scale_values[scales[expert]][..., None]
         return values.reshape(codes.shape[1], -1)
 
     return decode
 
 
-def _bind(a: Args, gate_up: Decode, down: Decode) -> Step:
+def _product(decode: Decode) -> Product:
+    """Rows times an expert's weight, in fp32."""
+    return lambda expert, x: RowProduct(decode(expert), len(x), TILE_ROWS)(x)
+
+
+def _scaled(product: Product, factors: Array) -> Product:
+    """A product whose columns, in as many equal parts as an expert has factors, are multiplied by them."""
+    by_expert = factors.reshape(len(factors), -1)
+
+    def scaled(expert: int, x: Array) -> F32Array:
+        y = product(expert, x).reshape(len(x), by_expert.shape[1], -1)
+        y *= by_expert[expert][:, None]
+        return y.reshape(len(x), -1)
+
+    return scaled
+
+
+def _bind(a: Args, gate_up: Product, down: Product) -> Step:
     x, positions, ids, weights, out = (a.array(n) for n in ("x", "positions", "ids", "weights", "out"))
     inner, activate = a.int("inner"), gated(a, out.dtype)
     total = np.empty(out.shape, np.float32)
@@ -139,10 +175,9 @@ def _bind(a: Args, gate_up: Decode, down: Decode) -> Step:
         total[...] = 0
         for expert in np.unique(ids[live]).tolist():
             rows, ranks = np.nonzero((ids == expert) & live[:, None])
-            hidden = RowProduct(gate_up(expert), len(rows), TILE_ROWS)(x[rows])
+            hidden = gate_up(expert, x[rows])
             hidden = round_to(activate(hidden[:, :inner], hidden[:, inner:]), out.dtype)
-            y = RowProduct(down(expert), len(rows), TILE_ROWS)(hidden)
-            total[rows] += weights[rows, ranks][:, None] * y
+            total[rows] += weights[rows, ranks][:, None] * down(expert, hidden)
         out[...] = total
 
     return run

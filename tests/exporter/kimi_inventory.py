@@ -22,8 +22,8 @@ class Inventory:
     tensors: dict[str, TensorEntry]
 
 
-def kimi_k3(num_layers: int = 93, num_experts: int = 896, *, packed: bool = False) -> Inventory:
-    """Published sizes; fewer layers and experts make a slice. `packed`: routed experts as MXFP4, else BF16."""
+def kimi_k3(num_layers: int = 93, num_experts: int = 896, *, experts: str = "bf16") -> Inventory:
+    """Published sizes; fewer layers and experts make a slice. Routed experts are bf16, mxfp4 or (ModelOpt's) nvfp4."""
     mla = [number for number in range(1, num_layers + 1) if number % 4 == 0 or number == num_layers]
     config = k3_config(num_layers, num_experts, mla)
     shapes: dict[str, tuple[int, ...]] = {
@@ -41,26 +41,33 @@ def kimi_k3(num_layers: int = 93, num_experts: int = 896, *, packed: bool = Fals
         for name in ("self_attention_res_proj", "mlp_res_proj"):
             shapes[f"{at}{name}.weight"] = (1, 7168)
         if layer > 0:
-            experts = f"{at}block_sparse_moe.experts."
+            each = f"{at}block_sparse_moe.experts."
             for expert in range(num_experts):
-                shapes |= {f"{experts}{expert}.w1.weight": (3072, 3584), f"{experts}{expert}.w2.weight": (3584, 3072),
-                           f"{experts}{expert}.w3.weight": (3072, 3584)}
+                shapes |= {f"{each}{expert}.w1.weight": (3072, 3584), f"{each}{expert}.w2.weight": (3584, 3072),
+                           f"{each}{expert}.w3.weight": (3072, 3584)}
     for block in range(27):
         shapes |= {f"vision_tower.encoder.blocks.{block}.{name}.weight": shape for name, shape in VISION_BLOCK.items()}
     shapes |= VISION
     tensors: dict[str, TensorEntry] = {}
     for name, shape in shapes.items():
-        if packed and ".experts." in name:
-            stem, (rows, cols) = name.removesuffix("weight"), shape
+        if ".experts." not in name or experts == "bf16":
+            add(tensors, name, "BF16", shape)
+            continue
+        stem, (rows, cols) = name.removesuffix("weight"), shape
+        if experts == "mxfp4":
             add(tensors, f"{stem}weight_packed", "U8", (rows, cols // 2))
             add(tensors, f"{stem}weight_scale", "U8", (rows, cols // 32))
         else:
-            add(tensors, name, "BF16", shape)
+            add(tensors, f"{stem}weight", "U8", (rows, cols // 2))
+            add(tensors, f"{stem}weight_scale", "F8_E4M3", (rows, cols // 16))
+            add(tensors, f"{stem}weight_scale_2", "F32", ())
+            add(tensors, f"{stem}input_scale", "F32", ())
     return Inventory(config, tensors)
 
 
 def add(tensors: dict[str, TensorEntry], name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    tensors[name] = TensorEntry(name, dtype, shape, "model.safetensors", 0, prod(shape) * (1 if dtype == "U8" else 2))
+    element_nbytes = {"U8": 1, "F8_E4M3": 1, "BF16": 2, "F32": 4}[dtype]
+    tensors[name] = TensorEntry(name, dtype, shape, "model.safetensors", 0, prod(shape) * element_nbytes)
 
 
 def k3_config(num_layers: int, num_experts: int, mla: list[int]) -> dict[str, Any]:

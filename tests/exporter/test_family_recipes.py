@@ -207,7 +207,7 @@ def test_mixture_layers_follow_first_and_frequency(first: int, every: int, moe: 
 
 
 def test_mxfp4_experts_pass_through_as_they_are() -> None:
-    planned = plan(kimi_k3(2, 2, packed=True), ALL)
+    planned = plan(kimi_k3(2, 2, experts="mxfp4"), ALL)
 
     experts = [tensor for tensor in planned.target if tensor.role.startswith("routed")]
     assert [tensor.format for tensor in experts] == [PackedFormat.MXFP4] * 6
@@ -216,6 +216,18 @@ def test_mxfp4_experts_pass_through_as_they_are() -> None:
     assert {(t.nbytes_before, t.nbytes_after) for t in experts} == {(3072 * 3584 // 32 * 17, 3072 * 3584 // 32 * 17)}
     row = next(row for row in plan_table(planned) if row.group == "routed")
     assert (row.bits_per_weight, row.formats, row.effective) == (4.25, ("mxfp4",), "checkpoint")
+
+
+def test_nvfp4_experts_pass_through_without_the_scales_of_their_inputs() -> None:
+    planned = plan(kimi_k3(2, 2, experts="nvfp4"), ALL)
+
+    experts = [tensor for tensor in planned.target if tensor.role.startswith("routed")]
+    assert [tensor.format for tensor in experts] == [PackedFormat.NVFP4] * 6
+    assert (experts[0].shape, experts[0].source_dtype) == ((3072, 3584), "nvfp4 as published")
+    stored = 3072 * 3584 // 16 * 9 + 4
+    assert {(t.nbytes_before, t.nbytes_after) for t in experts} == {(stored + 4, stored)}
+    row = next(row for row in plan_table(planned) if row.group == "routed")
+    assert (row.formats, row.effective) == (("nvfp4 as published",), "checkpoint")
 
 
 def test_quantized_tensor_that_is_no_expert_is_refused_by_name() -> None:

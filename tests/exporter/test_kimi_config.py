@@ -124,6 +124,22 @@ def test_config_that_would_run_wrong_is_refused(config: dict[str, Any], code: st
 # Tensors.
 
 
+def test_experts_whose_global_scales_mean_two_things_are_refused(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", KIMI_LINEAR, experts="nvfp4-modelopt")
+    file = tmp_path / "target" / "model.safetensors"
+    tensors = load_file(file)
+    expert = "model.layers.1.block_sparse_moe.experts.3.w2"
+    tensors[f"{expert}.weight_packed"] = tensors.pop(f"{expert}.weight")
+    tensors[f"{expert}.weight_global_scale"] = 1 / tensors.pop(f"{expert}.weight_scale_2")
+    del tensors[f"{expert}.input_scale"]
+    save_file(tensors, file)
+
+    error = _refusal(ExportRequest(target=tmp_path / "target", out=tmp_path / "core"), tmp_path)
+
+    assert (error.code, error.where) == ("EXPERT_FORMAT", "layers.1.experts.down")
+    assert error.got == "a global scale that divides and a global scale that multiplies and nvfp4 as published"
+
+
 def drop(name: str) -> Callable[[dict[str, Any]], None]:
     def change(tensors: dict[str, Any]) -> None:
         del tensors[name]

@@ -25,13 +25,14 @@ from tests.oracles.mla_draft_numpy import write_draft
 
 HEADLINE = PrecisionSettings(online_mxfp8_scope="kda-input", draft_body="mxfp8", draft_head="nvfp4")
 BF16 = torch.bfloat16
-TARGETS = [pytest.param(KIMI_LINEAR, False, (), id="linear"), pytest.param(K3, False, (16, 256), id="k3, seeing"),
-           pytest.param(K3, True, (), id="k3, packed experts")]
+TARGETS = [pytest.param(KIMI_LINEAR, "plain", (), id="linear"), pytest.param(K3, "plain", (16, 256), id="k3, seeing"),
+           pytest.param(K3, "mxfp4", (), id="k3, mxfp4 experts"),
+           pytest.param(KIMI_LINEAR, "nvfp4-modelopt", (), id="linear, nvfp4 experts")]
 
 
-def recorded_pair(folder: Path, config: dict[str, object], packed: bool, patches: tuple[int, ...]) -> RecordedProgram:
+def recorded_pair(folder: Path, config: dict[str, object], experts: str, patches: tuple[int, ...]) -> RecordedProgram:
     """A target and a draft with latent attention, in the headline precision, recorded for batches of 1 and 4."""
-    write_target(folder / "target", config, dtype=BF16, packed_experts=packed)
+    write_target(folder / "target", config, dtype=BF16, experts=experts)
     write_draft(folder / "draft", TAPS, window=12, dtype=BF16)
     request = ExportRequest(target=folder / "target", draft=folder / "draft", out=folder / "core", settings=HEADLINE,
                             batches=(1, 4), max_context=256, capability=90, image_patches=patches)
@@ -41,11 +42,11 @@ def recorded_pair(folder: Path, config: dict[str, object], packed: bool, patches
     return record(models, plan, layout_weights(weight_specs(models, plan, shape)), shape, request)
 
 
-@pytest.mark.parametrize(("config", "packed", "patches"), TARGETS)
-def test_every_op_of_every_graph_is_computed_by_one_launch(tmp_path: Path, config: dict[str, object], packed: bool,
+@pytest.mark.parametrize(("config", "experts", "patches"), TARGETS)
+def test_every_op_of_every_graph_is_computed_by_one_launch(tmp_path: Path, config: dict[str, object], experts: str,
                                                            patches: tuple[int, ...]) -> None:
     """By more where an op takes several steps, which then follow each other."""
-    recorded = recorded_pair(tmp_path, config, packed, patches)
+    recorded = recorded_pair(tmp_path, config, experts, patches)
 
     for graph, calls in zip(recorded.graphs, recorded.calls, strict=True):
         launches = lower_graph(calls, recorded.program)
@@ -76,10 +77,10 @@ def test_a_gpu_core_is_signed_verified_and_runs_on_a_cpu_too(tmp_path: Path) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("config", "packed", "patches"), TARGETS)
-def test_every_graph_is_captured_as_it_is_recorded(tmp_path: Path, config: dict[str, object], packed: bool,
+@pytest.mark.parametrize(("config", "experts", "patches"), TARGETS)
+def test_every_graph_is_captured_as_it_is_recorded(tmp_path: Path, config: dict[str, object], experts: str,
                                                    patches: tuple[int, ...]) -> None:
-    recorded, seen = recorded_pair(tmp_path, config, packed, patches), []
+    recorded, seen = recorded_pair(tmp_path, config, experts, patches), []
     with Witness.open(recorded.program) as witness:
         def check(graph: graph_pb2.Graph, launched: Launched) -> None:
             witness.check(graph, launched)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from exporter.plan import PrecisionSettings
 from runtime import LoadedCore
@@ -182,7 +183,7 @@ def test_experts_published_in_mxfp4_keep_their_bytes_and_their_meaning(signer: S
                                                                        where: str) -> None:
     published = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     config = {**K3, "quantization_config": published} if where == "top" else k3(quantization_config=published)
-    weights = write_target(tmp_path / "target", config, packed_experts=True)
+    weights = write_target(tmp_path / "target", config, experts="mxfp4")
     tokens = random_tokens(40, seed=5)
     expected = Kimi(config, {n: w.numpy() for n, w in weights.items()}).forward(tokens).logits
     recipe = recipe_without_conversion("kimi-k3", tmp_path)
@@ -196,6 +197,43 @@ def test_experts_published_in_mxfp4_keep_their_bytes_and_their_meaning(signer: S
     assert (codes.dtype, list(codes.shape), list(scale.shape)) == ("u8", [8 * 2 * 32, 16], [8 * 2 * 32, 1])
     assert codes.recipe == "keep-rows/1+mxfp4-e2m1-ue8m0-k32"
     assert codes.source_tensors[1] == "language_model.model.layers.1.block_sparse_moe.experts.0.w3.weight_packed"
+
+
+@pytest.mark.parametrize("config", [KIMI_LINEAR, K3], ids=["linear", "k3"])
+@pytest.mark.parametrize("experts", ["nvfp4-compressed-tensors", "nvfp4-modelopt"])
+def test_experts_published_in_nvfp4_keep_their_bytes_and_their_meaning(signer: Signer, tmp_path: Path, experts: str,
+                                                                       config: Mapping[str, Any]) -> None:
+    weights = write_target(tmp_path / "target", config, experts=experts)
+    published = load_file(tmp_path / "target" / "model.safetensors")
+    tokens = random_tokens(40, seed=5)
+    expected = Kimi(config, {n: w.double().numpy() for n, w in weights.items()}).forward(tokens).logits
+    recipe = recipe_without_conversion("kimi-k3" if config is K3 else "kimi-linear", tmp_path)
+    with make_core(signer, tmp_path / "core", tmp_path / "target", recipe=recipe) as core:
+        lane = Lane(core, limit=42)
+        rows = [lane.prefill(tokens[:1]), *(lane.decode(token) for token in tokens[1:])]
+        views = {view.name: view for view in core.manifest.tensor_views}
+        blobs = {b.blob_id: core.memory[b.buffer_id] for b in core.manifest.buffers if b.blob_id}
+        stored = {name: blobs[view.blob_id][view.offset_bytes:view.offset_bytes + view.size_bytes].tobytes()
+                  for name, view in views.items()}
+
+    assert _error(np.array(rows), expected) <= LOGIT_BOUND
+    at = f"{'language_model.' if config is K3 else ''}model.layers.1.block_sparse_moe.experts"
+    codes, whole, made = ("weight", "weight_scale_2", "keep-rows/1") if experts == "nvfp4-modelopt" else (
+        "weight_packed", "weight_global_scale", "reciprocal-rows/1")
+    for name, matrices in (("gate_up", ("w1", "w3")), ("down", ("w2",))):
+        here = f"target.layers.1.experts.{name}"
+        stems = [f"{at}.{e}.{w}" for e in range(8) for w in matrices]
+        for suffix, part, dtype in (("", codes, "u8"), ("_scale", "weight_scale", "f8e4m3")):
+            parts = [published[f"{stem}.{part}"] for stem in stems]
+            assert stored[here + suffix] == b"".join(p.view(torch.uint8).numpy().tobytes() for p in parts)
+            view = views[here + suffix]
+            assert (view.dtype, view.recipe) == (dtype, "keep-rows/1+nvfp4-e2m1-e4m3-k16")
+        factors = np.float32([published[f"{stem}.{whole}"].item() for stem in stems])
+        assert stored[f"{here}_global"] == (1 / factors if made.startswith("reciprocal") else factors).tobytes()
+        view = views[f"{here}_global"]
+        assert (list(view.shape), view.recipe) == ([8, 2] if name == "gate_up" else [8],
+                                                   f"{made}+nvfp4-e2m1-e4m3-k16")
+        assert list(view.source_tensors) == [f"{stem}.{whole}" for stem in stems]
 
 
 @pytest.mark.parametrize("config", [KIMI_LINEAR, K3], ids=["linear", "k3"])

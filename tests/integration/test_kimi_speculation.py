@@ -21,8 +21,11 @@ from tests.oracles.zlab_pair import FIT_TOKENS, MASK_TOKEN, PairSpec
 
 NEW_TOKENS, DEPTH = 40, 7
 PAIRS = [
-    pytest.param((KIMI_LINEAR, DType.F32), id="linear-f32"), pytest.param((KIMI_LINEAR, DType.BF16), id="linear-bf16"),
-    pytest.param((K3, DType.F32), id="k3-f32"), pytest.param((K3, DType.BF16), id="k3-bf16"),
+    pytest.param((KIMI_LINEAR, DType.F32, "plain"), id="linear-f32"),
+    pytest.param((KIMI_LINEAR, DType.BF16, "plain"), id="linear-bf16"),
+    pytest.param((K3, DType.F32, "plain"), id="k3-f32"), pytest.param((K3, DType.BF16, "plain"), id="k3-bf16"),
+    pytest.param((KIMI_LINEAR, DType.BF16, "nvfp4-modelopt"), id="linear-bf16-nvfp4-experts"),
+    pytest.param((K3, DType.F32, "nvfp4-compressed-tensors"), id="k3-f32-nvfp4-experts"),
 ]
 
 
@@ -45,14 +48,14 @@ class Loaded:
 
 @pytest.fixture(scope="module", params=PAIRS)
 def kimi(request: pytest.FixtureRequest, signer: Signer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
-    config, act = request.param
+    config, act, experts = request.param
     folder = tmp_path_factory.mktemp("kimi")
     def write(target: Path, prompt: list[int]) -> list[int]:
         with make_core(signer, folder / "alone", target, act=act, max_context=256) as core:
             return list(Engine(core).generate(prompt, Request(max_tokens=FIT_TOKENS)).tokens)
 
     pair = make_pair(folder, config, PairSpec(block_size=1 + DEPTH, fit_steps=200), write,
-                     dtype=torch.bfloat16 if act is DType.BF16 else torch.float32)
+                     dtype=torch.bfloat16 if act is DType.BF16 else torch.float32, experts=experts)
     with make_core(signer, folder / "core", pair.target_path, pair.draft_path, act=act, batches=(1, 4),
                    max_context=256) as core:
         yield Loaded(pair, core)

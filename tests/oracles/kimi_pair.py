@@ -168,13 +168,13 @@ def published_name(config: Mapping[str, Any], bare: str) -> str:
 
 def write_target(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32,
                  a_log_dtype: torch.dtype = torch.float32, dense_spelling: str = "mlp",
-                 packed_experts: bool = False) -> dict[str, torch.Tensor]:
+                 experts: str = "plain") -> dict[str, torch.Tensor]:
     """Write a checkpoint and return its text weights by bare name.
 
     Args:
         dtype: of all but A_log, dt_bias, the router and its bias: the last three stay fp32.
         dense_spelling: how the dense layers' MLP is spelled: `mlp`, or `block_sparse_moe` as transformers writes it.
-        packed_experts: routed experts as MXFP4, as Kimi K3 publishes them; what is returned are the decoded weights.
+        experts: routed experts, `plain` or a key of EXPERT_FORMATS; what is returned are the decoded weights.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _values(name, shape, generator) for name, shape in text_shapes(config).items()}
@@ -183,12 +183,12 @@ def write_target(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtyp
         weights[name] = value.to(a_log_dtype if name.endswith("A_log") else torch.float32 if fp32 else dtype)
     named = {published_name(config, name): value for name, value in weights.items()}
     named = {name.replace(".mlp.", f".{dense_spelling}."): value for name, value in named.items()}
-    if packed_experts:
+    if experts != "plain":
         for name in [n for n in weights if ".experts." in n]:
-            codes, scales, weights[name] = _mxfp4(tuple(weights[name].shape), generator)
+            parts, weights[name] = EXPERT_FORMATS[experts](tuple(weights[name].shape), generator)
             stem = published_name(config, name).removesuffix("weight")
             del named[f"{stem}weight"]
-            named |= {f"{stem}weight_packed": codes, f"{stem}weight_scale": scales}
+            named |= {stem + part: value for part, value in parts.items()}
     if "vision_config" in config:
         named |= {name: _values(name, shape, generator).to(dtype) for name, shape in vision_shapes(config).items()}
     folder.mkdir(parents=True)
@@ -198,15 +198,47 @@ def write_target(folder: Path, config: Mapping[str, Any], *, seed: int = 0, dtyp
     return weights
 
 
-def _mxfp4(shape: tuple[int, int], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random codes (two a byte, low nibble first), a power of two per 32 of a row, and the weights that they mean."""
-    rows, cols = shape
+Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def _codes(shape: tuple[int, int], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes, two a byte, low nibble first; and their values."""
     nibbles = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
-    scales = torch.randint(123, 126, (rows, cols // 32), generator=generator, dtype=torch.uint8)
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[(nibbles & 7).long()]
-    values = torch.where(nibbles >= 8, -magnitude, magnitude)
-    values = values * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1)
-    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, scales, values
+    return nibbles[:, ::2] | nibbles[:, 1::2] << 4, torch.where(nibbles >= 8, -magnitude, magnitude)
+
+
+def _mxfp4(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+    """Random codes with a power of two per 32 of a row, and the weights that they mean."""
+    codes, values = _codes(shape, generator)
+    scales = torch.randint(123, 126, (shape[0], shape[1] // 32), generator=generator, dtype=torch.uint8)
+    return ({"weight_packed": codes, "weight_scale": scales},
+            values * torch.exp2(scales.float() - 127).repeat_interleave(32, dim=1))
+
+
+def _nvfp4(shape: tuple[int, int], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random codes and E4M3 scales per 16 of a row, and what they mean without a global scale."""
+    codes, values = _codes(shape, generator)
+    scales = (448 * torch.rand((shape[0], shape[1] // 16), generator=generator)).to(torch.float8_e4m3fn)
+    return codes, scales, values * scales.float().repeat_interleave(16, dim=1)
+
+
+def _nvfp4_compressed_tensors(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+    codes, scales, values = _nvfp4(shape, generator)
+    divisor = 1500 * (1 + torch.rand(1, generator=generator))
+    return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": divisor}, values / divisor
+
+
+def _nvfp4_modelopt(shape: tuple[int, int], generator: torch.Generator) -> Packed:
+    codes, scales, values = _nvfp4(shape, generator)
+    factor = (1 + torch.rand((), generator=generator)) / 3000
+    return {"weight": codes, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.tensor(0.01)}, \
+        values * factor
+
+
+EXPERT_FORMATS: dict[str, Callable[[tuple[int, int], torch.Generator], Packed]] = {
+    "mxfp4": _mxfp4, "nvfp4-compressed-tensors": _nvfp4_compressed_tensors, "nvfp4-modelopt": _nvfp4_modelopt,
+}
 
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -230,14 +262,15 @@ def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def make_pair(folder: Path, config: Mapping[str, Any], spec: PairSpec, write: Callable[[Path, list[int]], list[int]], *,
-              dtype: torch.dtype = torch.float32) -> KimiPair:
+              dtype: torch.dtype = torch.float32, experts: str = "plain") -> KimiPair:
     """Write a target and a DFlash2 draft with grouped-query attention, fitted to a text of the target's.
 
     Args:
         write: continues a prompt greedily, given the target's folder: whoever will verify, since another
             precision soon writes another text.
+        experts: as in `write_target`.
     """
-    weights = write_target(folder / "target", config, dtype=dtype)
+    weights = write_target(folder / "target", config, dtype=dtype, experts=experts)
     model = Kimi(config, {name: value.double().numpy() for name, value in weights.items()})
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, MASK_TOKEN, (spec.prompt_tokens,), generator=generator).tolist()

@@ -66,17 +66,22 @@ def choice(m: Mixture, rows: int) -> dict[str, Any]:
     return {"ids": empty(I32, rows, m.top_k), "weights": empty(F32, rows, m.top_k)}
 
 
-def experts_case(m: Mixture, rows: int, *, packed: bool) -> Case:
-    """The experts of a mixture in MXFP4 (packed) or bf16."""
+def experts_case(m: Mixture, rows: int, *, weights: str) -> Case:
+    """The experts of a mixture in bf16, mxfp4 or nvfp4."""
     up_rows, down_rows = m.experts * 2 * m.inner, m.experts * m.width
     arrays = {"x": empty(BF16, rows, m.width), "positions": empty(I32, rows), **choice(m, rows),
               "out": empty(BF16, rows, m.width)}
     shape = {"rows": rows, "width": m.width, "inner": m.inner, "experts": m.experts, "top_k": m.top_k,
              "situ_beta": m.situ_beta, "situ_linear_beta": m.situ_linear_beta, "act": DType.BF16}
-    if packed:
-        weights = {"gate_up": empty(U8, up_rows, m.width // 2), "gate_up_scale": empty(U8, up_rows, m.width // 32),
-                   "down": empty(U8, down_rows, m.inner // 2), "down_scale": empty(U8, down_rows, m.inner // 32)}
-        return Case({**arrays, **weights}, [("dflash.experts_mxfp4/1", shape)])
-    weights = {"gate_up": empty(ml_dtypes.bfloat16, up_rows, m.width),
-               "down": empty(ml_dtypes.bfloat16, down_rows, m.inner)}
-    return Case({**arrays, **weights}, [("dflash.experts/1", {**shape, "w": DType.BF16})])
+    if weights == "bf16":
+        arrays |= {"gate_up": empty(ml_dtypes.bfloat16, up_rows, m.width),
+                   "down": empty(ml_dtypes.bfloat16, down_rows, m.inner)}
+        return Case(arrays, [("dflash.experts/1", {**shape, "w": DType.BF16})])
+    block = {"mxfp4": 32, "nvfp4": 16}[weights]
+    arrays |= {"gate_up": empty(U8, up_rows, m.width // 2), "gate_up_scale": empty(U8, up_rows, m.width // block),
+               "down": empty(U8, down_rows, m.inner // 2), "down_scale": empty(U8, down_rows, m.inner // block)}
+    if weights == "mxfp4":
+        return Case(arrays, [("dflash.experts_mxfp4/1", shape)])
+    arrays |= {"gate_up_global": empty(F32, m.experts, 2), "down_global": empty(F32, m.experts)}
+    return Case(arrays, [("dflash.experts_nvfp4/1", shape)],
+                codes={"gate_up_scale": DType.E4M3, "down_scale": DType.E4M3})

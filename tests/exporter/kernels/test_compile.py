@@ -19,7 +19,8 @@ from tests.exporter.kernels.interpreter import lower
 from tests.exporter.kernels.shapes import DEMO, LARGEST, lowered_ops
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-POINTERS = {DType.BF16: "*bf16", DType.F32: "*fp32", DType.I32: "*i32", DType.U64: "*u64", DType.U8: "*u8"}
+POINTERS = {DType.BF16: "*bf16", DType.F32: "*fp32", DType.I32: "*i32", DType.U64: "*u64", DType.U8: "*u8",
+            DType.E4M3: "*u8"}
 SHAPES = {"demo": DEMO, "largest": LARGEST}
 MAX_SHARED_BYTES = 48 * 1024  # what every device grants without asking
 REGISTERS_PER_BLOCK = 65536

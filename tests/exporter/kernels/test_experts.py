@@ -14,6 +14,7 @@ from tests.exporter.kernels.interpreter import Case, lower, same_bits
 
 BF16 = ml_dtypes.bfloat16
 SILU, SITU = (0.0, 0.0), (4.0, 25.0)
+FORMATS = ("bf16", "mxfp4", "nvfp4")
 INNERS = (64, 256)
 BY_ROW = ("x", "positions", "ids", "weights", "out")
 
@@ -25,7 +26,13 @@ def mxfp4(rng, rows, cols):
             rng.integers(middle - 2, middle + 1, (rows, cols // 32), dtype=np.uint8))
 
 
-def experts_case(rows, *, width=64, inner=32, experts=5, top_k=3, packed=False, situ=SITU, dead=(), seed=0):
+def nvfp4(rng, rows, cols):
+    """Random codes, with block scales of 1 to 448."""
+    return rng.integers(0, 256, (rows, cols // 2), dtype=np.uint8), rng.integers(56, 127, (rows, cols // 16),
+                                                                                 dtype=np.uint8)
+
+
+def experts_case(rows, *, width=64, inner=32, experts=5, top_k=3, fmt="bf16", situ=SITU, dead=(), seed=0):
     """Rows whose choices overlap; dead rows are NaN."""
     rng = np.random.default_rng([seed, rows, width, inner])
     ids = np.argsort(rng.random((rows, experts)), axis=1)[:, :top_k].astype(np.int32)
@@ -40,12 +47,17 @@ def experts_case(rows, *, width=64, inner=32, experts=5, top_k=3, packed=False, 
                "situ_beta": situ[0], "situ_linear_beta": situ[1], "act": DType.BF16}
     shapes = {"gate_up": (experts * 2 * inner, width), "down": (experts * width, inner)}
     for name, shape in shapes.items():
-        if packed:
-            arrays[name], arrays[f"{name}_scale"] = mxfp4(rng, *shape)
-        else:
+        if fmt == "bf16":
             arrays[name] = (rng.standard_normal(shape) / shape[1]**0.5).astype(BF16)
-    op = "dflash.experts_mxfp4/1" if packed else "dflash.experts/1"
-    return Case(arrays, [(op, scalars if packed else {**scalars, "w": DType.BF16})])
+        else:
+            arrays[name], arrays[f"{name}_scale"] = {"mxfp4": mxfp4, "nvfp4": nvfp4}[fmt](rng, *shape)
+        if fmt == "nvfp4":  # a scale for each tensor, far apart, that makes weights of about 1 / sqrt(cols)
+            parts = (experts, 2) if name == "gate_up" else (experts,)
+            arrays[f"{name}_global"] = (rng.uniform(0.2, 2, parts) / 400 / shape[1]**0.5).astype(np.float32)
+    if fmt == "bf16":
+        return Case(arrays, [("dflash.experts/1", {**scalars, "w": DType.BF16})])
+    codes = {"gate_up_scale": DType.E4M3, "down_scale": DType.E4M3} if fmt == "nvfp4" else {}
+    return Case(arrays, [(f"dflash.experts_{fmt}/1", scalars)], codes)
 
 
 def only(case, rows):
@@ -74,10 +86,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("rows", "options"), CASES)
-def test_computes_what_the_ops_say(interpreter, rows, options, packed):
-    case = experts_case(rows, packed=packed, **options)
+def test_computes_what_the_ops_say(interpreter, rows, options, fmt):
+    case = experts_case(rows, fmt=fmt, **options)
 
     check(interpreter.run("lower.lower_graph", case), case)
 
@@ -94,17 +106,18 @@ PREFILLS = [
 ]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("rows", "options"), PREFILLS)
-def test_a_prefill_computes_what_the_ops_say(interpreter, rows, options, packed):
-    case = experts_case(rows, packed=packed, **options)
+def test_a_prefill_computes_what_the_ops_say(interpreter, rows, options, fmt):
+    case = experts_case(rows, fmt=fmt, **options)
 
     check(interpreter.run("lower.lower_graph", case), case)
 
 
-def test_codes_decoded_eight_at_a_time(interpreter):
-    step = experts_case(5, experts=3, top_k=2, width=256, inner=256, packed=True, dead=(1,))
-    prefill = experts_case(130, experts=2, top_k=2, width=256, inner=256, packed=True, dead=(1,))
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_codes_decoded_eight_at_a_time(interpreter, fmt):
+    step = experts_case(5, experts=3, top_k=2, width=256, inner=256, fmt=fmt, dead=(1,))
+    prefill = experts_case(130, experts=2, top_k=2, width=256, inner=256, fmt=fmt, dead=(1,))
 
     for case in (step, prefill):
         check(interpreter.run("experts.lower_experts", case), case)
@@ -147,7 +160,7 @@ def test_width_need_not_be_a_multiple_of_sixteen(interpreter):
 def test_every_scale_decodes_as_the_op_decodes_it(interpreter, codes, inner):
     """Output n is the sum of two codes times scale n, subnormals and the infinities included; NaN even where neither a
     code nor a hidden value is 0, which would make it of an infinity too."""
-    case = experts_case(1, experts=1, width=256, inner=inner, top_k=1, packed=True, situ=SILU)
+    case = experts_case(1, experts=1, width=256, inner=inner, top_k=1, fmt="mxfp4", situ=SILU)
     a = case.arrays
     a["x"][...], a["weights"][...] = 0, 1
     a["x"][0, 0] = 1
@@ -168,9 +181,61 @@ def test_every_scale_decodes_as_the_op_decodes_it(interpreter, codes, inner):
     assert np.isnan(got[255])
 
 
-@pytest.mark.parametrize(("packed", "width"), [(False, 32), (True, 32), (True, 256)])
-def test_a_row_has_the_same_bits_in_any_company(interpreter, packed, width):
-    case = experts_case(12, experts=2, top_k=2, width=width, packed=packed, dead=(2, 9))
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("codes", [0x21, 0x97, 0xEB, 0x3D, 0xC8], ids=hex)
+def test_every_block_scale_of_nvfp4_decodes_as_the_op_decodes_it(interpreter, codes, inner):
+    """Output n is the sum of two codes times scale n, subnormals and negative ones included, times a global scale that
+    makes it round; NaN of 127 and 255."""
+    case = experts_case(1, experts=1, width=256, inner=inner, top_k=1, fmt="nvfp4", situ=SILU)
+    a = case.arrays
+    a["x"][...], a["weights"][...] = 0, 1
+    a["x"][0, 0] = 1
+    a["gate_up"][...], a["gate_up_scale"][...], a["gate_up_global"][...] = 0, 0x38, [[0.375, 2.75]]
+    a["gate_up"][:, 0] = 2
+    a["gate_up"][[1, inner + 1], 0] = 6, 3  # gate 0.375, and one of 1.5; up 2.75, and one of 4.125
+    a["down"][...], a["down_scale"][...], a["down_global"][...] = 0, 0x38, 1 / 3
+    a["down"][:, 0], a["down_scale"][:, 0] = codes, np.arange(256)
+
+    want = case.expected()["out"].astype(np.float32)
+    assert np.isnan(want[0, [127, 255]]).all() and np.isfinite(want[0, 1]) and want[0, 1] != 0
+
+    got = interpreter.run("experts.lower_experts", case)["out"].astype(np.float32)
+
+    assert np.array_equal(got, want, equal_nan=True)
+
+
+def test_an_experts_gate_up_and_down_have_global_scales_of_their_own(interpreter):
+    """Twice the global scale of one of them is twice its codes' block scales."""
+    for rows, width in ((3, 48), (1, 256)):
+        case = experts_case(rows, experts=2, top_k=2, width=width, inner=width, fmt="nvfp4")
+        for name in ("gate_up_scale", "down_scale"):
+            np.minimum(case.arrays[name], 0x70, out=case.arrays[name])
+        plain = interpreter.run("experts.lower_experts", case)["out"]
+        for name, tensor, shape in (("gate_up", (1, 0), (2, 2, -1)), ("gate_up", (0, 1), (2, 2, -1)),
+                                    ("down", (1,), (2, -1))):
+            coarse, fine = (replace(case, arrays={n: a.copy() for n, a in case.arrays.items()}) for _ in range(2))
+            coarse.arrays[f"{name}_global"][tensor] *= 2
+            fine.arrays[f"{name}_scale"].reshape(shape)[tensor] += 8
+
+            one, other = (interpreter.run("experts.lower_experts", c)["out"] for c in (coarse, fine))
+
+            assert same_bits(one, other) and not same_bits(one, plain)
+
+
+@pytest.mark.parametrize(("fmt", "inner", "nan"), [("mxfp4", 96, 255), ("nvfp4", 48, 127)])
+def test_a_block_scale_stays_in_its_row(interpreter, fmt, inner, nan):
+    """A tile is deeper than a row: what lies behind it belongs to the next one."""
+    case = experts_case(2, experts=2, top_k=2, width=32, inner=inner, fmt=fmt)
+    case.arrays["down_scale"][5, 0] = nan
+
+    got = interpreter.run("experts.lower_experts", case)["out"].astype(np.float32)
+
+    assert np.isnan(got[:, 5]).all() and np.isfinite(np.delete(got, 5, axis=1)).all()
+
+
+@pytest.mark.parametrize(("fmt", "width"), [("bf16", 32), ("mxfp4", 32), ("mxfp4", 256), ("nvfp4", 48), ("nvfp4", 256)])
+def test_a_row_has_the_same_bits_in_any_company(interpreter, fmt, width):
+    case = experts_case(12, experts=2, top_k=2, width=width, fmt=fmt, dead=(2, 9))
 
     together = interpreter.run("experts.lower_experts", case)["out"]
 
@@ -179,9 +244,9 @@ def test_a_row_has_the_same_bits_in_any_company(interpreter, packed, width):
         assert same_bits(together[row:row + 1], single)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
-def test_a_row_of_a_prefill_has_the_same_bits_in_any_chunk(interpreter, packed):
-    case = experts_case(200, experts=3, top_k=2, width=64, inner=32, packed=packed)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_row_of_a_prefill_has_the_same_bits_in_any_chunk(interpreter, fmt):
+    case = experts_case(200, experts=3, top_k=2, width=64, inner=32, fmt=fmt)
     dead = np.r_[0:20, 190:200]
     other = only(case, [*range(64, 200)])
     other.arrays["positions"] = other.arrays["positions"].copy()

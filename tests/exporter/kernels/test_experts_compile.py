@@ -33,19 +33,18 @@ def test_what_surrounds_the_experts_compiles(mixture, op, tmp_path):
 
 
 MIXED = [
-    pytest.param("tiny", False, id="tiny bf16"), pytest.param("tiny", True, id="tiny mxfp4"),
-    pytest.param("Kimi-Linear", False, id="Kimi-Linear"), pytest.param("Kimi-Linear", True, id="Kimi-Linear's sizes"),
-    pytest.param("Kimi K3", True, id="Kimi K3"),
+    ("tiny", "bf16"), ("tiny", "mxfp4"), ("tiny", "nvfp4"), ("Kimi-Linear", "bf16"), ("Kimi-Linear", "mxfp4"),
+    ("Kimi-Linear", "nvfp4"), ("Kimi K3", "mxfp4"), ("Kimi K3", "nvfp4"),
 ]
 
 
-@pytest.mark.parametrize(("mixture", "packed"), MIXED)
-def test_experts_of_a_step_compile(mixture, packed, tmp_path):
-    check_compiles("experts.lower_experts", experts_case(MIXTURES[mixture], 8, packed=packed), tmp_path)
+@pytest.mark.parametrize(("mixture", "weights"), MIXED)
+def test_experts_of_a_step_compile(mixture, weights, tmp_path):
+    check_compiles("experts.lower_experts", experts_case(MIXTURES[mixture], 8, weights=weights), tmp_path)
 
 
-@pytest.mark.parametrize(("mixture", "packed"), MIXED)
-def test_experts_of_a_prefill_compile(mixture, packed, tmp_path):
+@pytest.mark.parametrize(("mixture", "weights"), MIXED)
+def test_experts_of_a_prefill_compile(mixture, weights, tmp_path):
     """A block of a prefill holds 128 weight rows, four steps ahead: bf16 needs 96 KiB."""
-    check_compiles("experts.lower_experts", experts_case(MIXTURES[mixture], 2048, packed=packed), tmp_path,
+    check_compiles("experts.lower_experts", experts_case(MIXTURES[mixture], 2048, weights=weights), tmp_path,
                    most_shared=96 * 1024, step=False)

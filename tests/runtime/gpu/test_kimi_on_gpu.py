@@ -44,7 +44,8 @@ NEAR = 0.15  # of a row's largest value
 
 
 def make_cores(folder: Path) -> None:
-    """Three cores: Kimi-Linear; K3 that sees, in the headline precision; K3 with a draft of latent attention."""
+    """Three cores: Kimi-Linear with NVFP4 experts; K3 that sees, in the headline precision; K3 with MXFP4 experts and a
+    draft of latent attention."""
     torch.set_num_threads(2)
     generate_key(folder / "keys")
     key, bf16 = load_private_key(folder / "keys" / "key.pem"), torch.bfloat16
@@ -56,11 +57,12 @@ def make_cores(folder: Path) -> None:
             return list(Engine(core).generate(prompt, Request(max_tokens=64)).tokens)
 
     spec = PairSpec(block_size=1 + DEPTH, fit_steps=200)
-    for name, config, settings, patches in (("linear", KIMI_LINEAR, PLAIN, ()), ("k3", K3, HEADLINE, (16, 128))):
-        pair = make_pair(folder / f"{name}-pair", config, spec, write, dtype=bf16)
+    for name, config, experts, settings, patches in (("linear", KIMI_LINEAR, "nvfp4-modelopt", PLAIN, ()),
+                                                     ("k3", K3, "plain", HEADLINE, (16, 128))):
+        pair = make_pair(folder / f"{name}-pair", config, spec, write, dtype=bf16, experts=experts)
         export(ExportRequest(target=pair.target_path, draft=pair.draft_path, out=folder / name, settings=settings,
                              batches=(1, 4), max_context=CONTEXT, capability=90, image_patches=patches), key)
-    write_target(folder / "mla-pair" / "target", K3, dtype=bf16, packed_experts=True)
+    write_target(folder / "mla-pair" / "target", K3, dtype=bf16, experts="mxfp4")
     write_draft(folder / "mla-pair" / "draft", TAPS, window=12, block_size=1 + DEPTH, dtype=bf16)
     export(ExportRequest(target=folder / "mla-pair" / "target", draft=folder / "mla-pair" / "draft",
                          out=folder / "mla", max_context=CONTEXT, capability=90), key)

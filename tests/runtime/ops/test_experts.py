@@ -1,4 +1,4 @@
-"""Routing against transformers' router, experts against a plain loop, and MXFP4 experts against another library."""
+"""Routing against transformers' router, experts against a plain loop, 4-bit experts against another library."""
 
 from types import SimpleNamespace
 
@@ -150,3 +150,129 @@ def test_mxfp4_experts_decode_as_compressed_tensors_does():
                                     "weights": mixture.weights, "out": out, **stored}, **shape(ROWS, F32), **SITU)
 
     assert out.tobytes() == mixture.run().tobytes()
+
+
+def nvfp4_bytes(seed=0):
+    """Random codes and block scales (no NaN) of both matrices, and a global scale of its own for each tensor."""
+    rng = np.random.default_rng(seed)
+    stored = {}
+    for name, (rows, cols) in {"gate_up": (EXPERTS * 2 * INNER, WIDTH), "down": (EXPERTS * WIDTH, INNER)}.items():
+        scales = rng.integers(0, 127, (rows, cols // 16), np.uint8) | rng.integers(0, 2, (rows, cols // 16),
+                                                                                   np.uint8) << 7
+        stored |= {name: rng.integers(0, 256, (rows, cols // 2), np.uint8), f"{name}_scale": scales}
+    stored["gate_up_global"] = (2.0 ** rng.uniform(-14, -10, (EXPERTS, 2))).astype(np.float32)
+    stored["down_global"] = (2.0 ** rng.uniform(-14, -10, EXPERTS)).astype(np.float32)
+    return stored
+
+
+def run_nvfp4(mixture, stored, activation=SITU, rows=slice(None)):
+    x = np.ascontiguousarray(mixture.x[rows])
+    out = np.full_like(x, -77)
+    call("dflash.experts_nvfp4/1",
+         {"x": x, "positions": mixture.positions[rows], "ids": np.ascontiguousarray(mixture.ids[rows]),
+          "weights": np.ascontiguousarray(mixture.weights[rows]), "out": out, **stored},
+         **shape(len(x), mixture.act), **activation)
+    return out
+
+
+def e2m1(nibble):
+    """A code's value by the definition of the format: a sign, two bits of exponent (bias 1), one of mantissa."""
+    exponent, mantissa = nibble >> 1 & 3, nibble & 1
+    size = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return -size if nibble & 8 else size
+
+
+def e4m3(byte):
+    """Likewise: a sign, four bits of exponent (bias 7), three of mantissa."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
+    return -size if byte & 128 else size
+
+
+def nvfp4_values(codes, scales, factors):
+    """float64 weights [rows, cols], one by one; `factors` has a global scale per row."""
+    rows, cols = codes.shape[0], 2 * codes.shape[1]
+    values = np.zeros((rows, cols))
+    for n in range(rows):
+        for k in range(cols):
+            nibble = int(codes[n, k // 2]) >> 4 * (k % 2) & 15
+            values[n, k] = e2m1(nibble) * e4m3(int(scales[n, k // 16])) * float(factors[n])
+    return values
+
+
+@pytest.mark.parametrize("activation", [SITU, SILU], ids=["situ", "silu"])
+@pytest.mark.parametrize(("act", "bound"), [(F32, 2e-6), (BF16, 1e-2)], ids=str)
+def test_nvfp4_experts_are_what_their_format_says(act, bound, activation):
+    mixture, stored = Mixture(act), nvfp4_bytes()
+    mixture.gate_up = nvfp4_values(stored["gate_up"], stored["gate_up_scale"],
+                                   np.repeat(stored["gate_up_global"].reshape(-1), INNER))
+    mixture.down = nvfp4_values(stored["down"], stored["down_scale"], np.repeat(stored["down_global"], WIDTH))
+    expected = mixture.plain(activation)
+
+    got = run_nvfp4(mixture, stored, activation).astype(np.float64)
+
+    assert np.abs(got - expected).max() <= bound * np.abs(expected).max()
+    assert not got[4].any()
+
+
+def test_nvfp4_row_gives_the_same_bytes_alone_and_among_others():
+    mixture, stored = Mixture(), nvfp4_bytes()
+    together = run_nvfp4(mixture, stored)
+
+    for row in range(ROWS):
+        assert run_nvfp4(mixture, stored, rows=slice(row, row + 1)).tobytes() == together[row:row + 1].tobytes()
+
+
+def test_nvfp4_global_scale_multiplies_the_sum_once_as_linear_nvfp4_does():
+    mixture, stored = Mixture(), nvfp4_bytes()
+    mixture.ids[:, 0], mixture.weights[...] = 3, [1, 0]
+    mixture.ids[:, 1] = 5
+    live = mixture.positions >= 0
+
+    def linear(x, name, expert, factor):
+        codes, scales = (stored[n].reshape(EXPERTS, -1, stored[n].shape[1])[expert] for n in (name, f"{name}_scale"))
+        y = np.empty((len(x), len(codes)), np.float32)
+        call("dflash.linear_nvfp4/1",
+             {"x": x, "weight": codes, "block_scale": scales, "global_scale": np.float32([factor]), "out": y},
+             rows=len(x), in_features=x.shape[1], out_features=len(codes), tile_rows=8, act=F32, result=F32)
+        return y
+
+    x = mixture.x[live]
+    halves = [linear(x, "gate_up", 3, stored["gate_up_global"][3, i])[:, i * INNER:][:, :INNER] for i in range(2)]
+    hidden = np.empty((len(x), INNER), np.float32)
+    call("dflash.silu_mul/1", {"gate_up": np.hstack(halves), "out": hidden}, rows=len(x), cols=INNER, act=F32)
+    expected = linear(hidden, "down", 3, stored["down_global"][3])
+
+    assert run_nvfp4(mixture, stored, SILU)[live].tobytes() == expected.tobytes()
+
+
+def test_nvfp4_experts_decode_as_compressed_tensors_does():
+    """Real weights, quantized by the other library under global scales (which divide) that are powers of two, so that
+    nothing rounds: its dequantized weights are those of `experts`, to the bit."""
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+
+    def quantized(weight, exponent):
+        weight, divisor = torch.from_numpy(weight), torch.tensor([2.0**exponent])
+        scale = (weight.reshape(len(weight), -1, 16).abs().amax(-1) / 6 * divisor).to(torch.float8_e4m3fn)
+        packed = NVFP4PackedCompressor.compress(
+            {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": divisor}, scheme)
+        codes, scale = packed["weight_packed"], packed["weight_scale"]
+        values = dequantize(unpack_fp4_from_uint8(codes, *weight.shape, dtype=torch.float32), scale.float(), args=args,
+                            global_scale=divisor, dtype=torch.float32)
+        assert (values - weight).abs().max() < 0.2 * weight.abs().max()
+        return codes.numpy(), scale.view(torch.uint8).numpy(), 1 / divisor.numpy(), values.numpy()
+
+    mixture, stored = Mixture(), {}
+    for name, parts, global_shape in (("gate_up", EXPERTS * 2, (EXPERTS, 2)), ("down", EXPERTS, (EXPERTS,))):
+        made = [quantized(weight, 9 + i % 3) for i, weight in enumerate(np.split(getattr(mixture, name), parts))]
+        codes, scales, factors, values = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
+        stored |= {name: codes, f"{name}_scale": scales, f"{name}_global": factors.reshape(global_shape)}
+        setattr(mixture, name, values)
+
+    assert run_nvfp4(mixture, stored).tobytes() == mixture.run().tobytes()
