@@ -70,10 +70,14 @@ def test_text_and_logits_are_the_same_with_and_without_speculation(kimi: Loaded)
 
 
 def test_fitted_draft_is_accepted_often_enough_to_test_rollback(kimi: Loaded) -> None:
-    completion = Engine(kimi.core).generate(kimi.pair.prompt, Request(max_tokens=NEW_TOKENS))
-    counts = {step.accepted for step in completion.steps if step.proposed == DEPTH}
+    """From several places of the text that it was fitted to: from one alone, a processor's rounding decides."""
+    engine = Engine(kimi.core)
+    first = engine.generate(kimi.pair.prompt, Request(max_tokens=NEW_TOKENS))
+    later = [engine.generate([*kimi.pair.prompt, *first.tokens[:place]], Request(max_tokens=NEW_TOKENS))
+             for place in (8, 14, 20, 30)]
+    counts = {step.accepted for done in (first, *later) for step in done.steps if step.proposed == DEPTH}
 
-    assert completion.tokens_per_step > 1.5
+    assert first.tokens_per_step > 1.5
     assert len(counts) >= 3, "some blocks are accepted in part"
 
 
