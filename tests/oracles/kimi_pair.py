@@ -4,7 +4,7 @@ Shapes and names are those of the family's tensor table. Weights are random and 
 convolutions are far from the values that would hide a mistake.
 
     weights = write_target(tmp_path / "target", K3)
-    pair = make_pair(tmp_path, K3, PairSpec(block_size=8))
+    pair = make_pair(tmp_path, K3, PairSpec(block_size=8), write, body=DraftBody.LATENT)
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from safetensors.torch import save_file
 from transformers import Qwen3Config
 
 from tests.oracles.kimi_numpy import Kimi
+from tests.oracles.mla_draft_numpy import mla_json
+from tests.oracles.mla_draft_torch import MlaDraftModel
 from tests.oracles.zlab_pair import (
     HIDDEN,
     MASK_TOKEN,
@@ -70,6 +73,13 @@ K3: dict[str, Any] = {
         "init_pos_emb_time": 4, "merge_kernel_size": [2, 2], "text_hidden_size": HIDDEN,
     },
 }
+
+
+class DraftBody(Enum):
+    """What a draft's layers attend with; the value is its `attention_mode`."""
+
+    GROUPED_QUERY = None
+    LATENT = "mla"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +272,9 @@ def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def make_pair(folder: Path, config: Mapping[str, Any], spec: PairSpec, write: Callable[[Path, list[int]], list[int]], *,
-              dtype: torch.dtype = torch.float32, experts: str = "plain") -> KimiPair:
-    """Write a target and a DFlash2 draft with grouped-query attention, fitted to a text of the target's.
+              dtype: torch.dtype = torch.float32, experts: str = "plain",
+              body: DraftBody = DraftBody.GROUPED_QUERY) -> KimiPair:
+    """Write a target and a DFlash2 draft, fitted to a text of the target's.
 
     Args:
         write: continues a prompt greedily, given the target's folder: whoever will verify, since another
@@ -275,9 +286,7 @@ def make_pair(folder: Path, config: Mapping[str, Any], spec: PairSpec, write: Ca
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, MASK_TOKEN, (spec.prompt_tokens,), generator=generator).tolist()
     text = [*prompt, *write(folder / "target", prompt)]
-    draft_config = draft_json(spec, target_layers=6, taps=TAPS)
-    torch.manual_seed(0)
-    draft = draft_class(spec.kind)(Qwen3Config(**draft_config))
+    draft, draft_config = _new_draft(spec, body)
     init_draft(draft)
     reads = model.forward(text).reads
     features = torch.from_numpy(np.concatenate([reads[tap + 1] for tap in TAPS], -1)).float()[None]
@@ -287,3 +296,12 @@ def make_pair(folder: Path, config: Mapping[str, Any], spec: PairSpec, write: Ca
     fit_draft(draft, spec, torch.tensor([text]), features, embedding, head.requires_grad_(False))
     save_draft(draft.to(dtype), draft_config, folder / "draft")
     return KimiPair(folder / "target", folder / "draft", model, tuple(prompt))
+
+
+def _new_draft(spec: PairSpec, body: DraftBody) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A draft whose parameters are still to be set, and its config.json."""
+    if body is DraftBody.LATENT:
+        config = mla_json(spec, target_layers=6, taps=TAPS)
+        return MlaDraftModel(config), config
+    config = draft_json(spec, target_layers=6, taps=TAPS)
+    return draft_class(spec.kind)(Qwen3Config(**config)), config

@@ -3,12 +3,13 @@
     config, weights = write_draft(tmp_path / "draft", window=12)
     draft = MlaDraft(config, weights)
     hidden = draft.block(draft.context(features), embeddings)      # [block, hidden], as its head reads them
+    blocks = speculate(draft, target, text, prompt_tokens)
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from tests.oracles.kimi_numpy import rms, sigmoid
-from tests.oracles.zlab_pair import HIDDEN, VOCAB, PairSpec, draft_json
+from tests.oracles.kimi_numpy import Kimi, rms, sigmoid
+from tests.oracles.zlab_pair import HIDDEN, MASK_TOKEN, VOCAB, Block, PairSpec, draft_json
 
 F64 = npt.NDArray[np.float64]
 Q_RANK, RANK, NOPE, ROPE, V_DIM, HEADS, INNER, LAYERS = 32, 32, 16, 8, 16, 4, 96, 2
@@ -28,19 +29,25 @@ def write_draft(folder: Path, taps: tuple[int, ...], *, window: int | None = Non
                 block_size: int = 4, target_layers: int = 6, dtype: torch.dtype = torch.float32,
                 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Write a random draft in the published form; returns its config and weights by canonical name."""
-    spec = PairSpec(block_size=block_size, window=window, causal=causal)
-    config = draft_json(spec, target_layers=target_layers, taps=taps)
-    for name in ("head_dim", "num_key_value_heads"):
-        del config[name]
-    config |= {"q_lora_rank": Q_RANK, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE,
-               "v_head_dim": V_DIM}
-    config["dflash_config"] |= {"attention_mode": "mla"}
+    config = mla_json(PairSpec(block_size=block_size, window=window, causal=causal), target_layers=target_layers,
+                      taps=taps)
     generator = torch.Generator().manual_seed(1)
     weights = {name: _values(name, shape, generator).to(dtype) for name, shape in _shapes(len(taps)).items()}
     folder.mkdir(parents=True)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return config, weights
+
+
+def mla_json(spec: PairSpec, *, target_layers: int, taps: Sequence[int]) -> dict[str, Any]:
+    """The draft's config.json."""
+    assert not spec.scalars, "no published draft of this kind has them"
+    config = draft_json(spec, target_layers=target_layers, taps=taps)
+    for name in ("head_dim", "num_key_value_heads"):
+        del config[name]
+    config["dflash_config"] |= {"attention_mode": "mla"}
+    return config | {"q_lora_rank": Q_RANK, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE,
+                     "v_head_dim": V_DIM}
 
 
 def _shapes(taps: int) -> dict[str, tuple[int, ...]]:
@@ -70,7 +77,7 @@ def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 class MlaDraft:
-    """The body: context rows of every layer, and a block over them."""
+    """Context rows of every layer, a block over them, and what the selector proposes for it."""
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
         self.config = config
@@ -97,6 +104,24 @@ class MlaDraft:
             g = z @ gate.T
             h = h + self._conv((g * sigmoid(g) * (z @ up.T)) @ down.T, delta, f"{at}.mlp_conv", 1)
         return rms(h, self.weights["norm.weight"], self.eps)
+
+    def propose(self, hidden: F64, anchor: int, head: F64) -> tuple[tuple[int, ...], tuple[frozenset[int], ...]]:
+        """The tokens chosen for a block's rows after the anchor's, and the ids each was chosen among.
+
+        Args:
+            hidden: the block's rows, [block, hidden].
+            head: the target's, [vocab, hidden].
+        """
+        predecessor, successor, projection = (self.weights[f"candidate_selector.{name}"] for name in (
+            "predecessor_codebook", "successor_codebook", "hidden_projection.weight"))
+        path, candidates = [anchor], []
+        for row in hidden[1:]:
+            logits = head @ row
+            ids = np.argsort(-logits, kind="stable")[:self.config["dflash_config"]["selector_top_k"]]
+            scores = logits[ids] + successor[ids] @ (predecessor[path[-1]] * (projection @ row))
+            path.append(int(ids[scores.argmax()]))
+            candidates.append(frozenset(ids.tolist()))
+        return tuple(path[1:]), tuple(candidates)
 
     def _delta(self, x: F64, name: str) -> F64:
         """Coefficients [rows, side, tap, channel]: a group of 16 channels shares one."""
@@ -137,3 +162,23 @@ class MlaDraft:
         first, second = x[:, :ROPE // 2], x[:, ROPE // 2:]
         return np.concatenate([first * np.cos(angle) - second * np.sin(angle),
                                second * np.cos(angle) + first * np.sin(angle)], -1)
+
+
+def speculate(draft: MlaDraft, target: Kimi, text: Sequence[int], prompt_tokens: int) -> tuple[Block, ...]:
+    """The blocks that lead from a prompt to `text`, which continues it as the target does.
+
+    A tap is what the layer after it reads, before its norm.
+    """
+    nested, embedding, head = draft.config["dflash_config"], target.w("embed_tokens.weight"), target.w("lm_head.weight")
+    reads = target.forward(text).reads
+    shared = draft.context(np.concatenate([reads[tap + 1] for tap in nested["target_layer_ids"]], -1))
+    blocks, start = [], prompt_tokens
+    while start + 1 < len(text):
+        wanted = text[start + 1:start + nested["block_size"]]
+        hidden = draft.block(shared[:start], embedding[[text[start], *[MASK_TOKEN] * len(wanted)]])
+        path, candidates = draft.propose(hidden, text[start], head)
+        right = [chosen == token for chosen, token in zip(path, wanted, strict=True)]
+        produced = min([*right, False].index(False) + 1, len(text) - start - 1)
+        blocks.append(Block(text[start], path, candidates, produced))
+        start += produced
+    return tuple(blocks)

@@ -219,11 +219,12 @@ def _continue_greedily(target: Qwen3ForCausalLM, ids: torch.Tensor, count: int) 
     return ids
 
 
-def fit_draft(draft: DFlashDraftModel, spec: PairSpec, text: torch.Tensor, features: torch.Tensor,
+def fit_draft(draft: torch.nn.Module, spec: PairSpec, text: torch.Tensor, features: torch.Tensor,
               embedding: torch.Tensor, head: torch.nn.Module) -> None:
     """Fit the draft to predict `text`, block by block: cross-entropy of its logits, and of the selector's scores.
 
     Args:
+        draft: one of the package's, or another that is called as those are.
         text: [1, tokens].
         features: the target's taps for it, [1, tokens, taps * hidden].
         embedding, head: the target's.
@@ -252,7 +253,7 @@ def fit_draft(draft: DFlashDraftModel, spec: PairSpec, text: torch.Tensor, featu
         optimizer.step()
 
 
-def save_draft(draft: DFlashDraftModel, config: dict[str, Any], folder: Path) -> None:
+def save_draft(draft: torch.nn.Module, config: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True)
     tensors = {name.replace("codebook.weight", "codebook"): value.contiguous().clone()
                for name, value in draft.state_dict().items()}
