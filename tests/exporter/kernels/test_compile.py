@@ -15,7 +15,7 @@ from exporter.capture.compile import check_waits
 from exporter.kernels.launch import Launch
 from exporter.program.builder import Tensor
 from runtime.ops import DType
-from tests.exporter.kernels.interpreter import lower
+from tests.exporter.kernels.interpreter import Case, lower
 from tests.exporter.kernels.shapes import DEMO, LARGEST, lowered_ops
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -45,21 +45,29 @@ def resources(cubin: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", shown.stdout)}
 
 
-@pytest.mark.parametrize("name", lowered_ops(DEMO))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_compiles_for_sm_90_without_spills(shape, name, tmp_path):
-    lowering, case = lowered_ops(SHAPES[shape])[name]
-    program, _, calls = case.recorded()
+def check_compiles(lowering: str, case: Case, tmp_path: Path, *, most_shared: int = MAX_SHARED_BYTES,
+                   step: bool = True) -> None:
+    """Every launch of a case compiles for sm_90, chained: it waits, spills nothing, fits a block, needs no scratch.
 
+    Args:
+        step: what a step computes must round alike for any number of rows, so one matrix instruction serves them all.
+    """
+    program, _, calls = case.recorded()
     for launch in lower(lowering, calls, program, chained=True):
         compiled = compile_launch(launch)
-        check_waits(compiled.asm["ptx"], compiled.metadata.name)
-        # What a step computes must round alike for any number of rows, so one matrix instruction serves them all.
-        assert "wgmma" not in compiled.asm["ptx"], compiled.metadata.name
+        name = compiled.metadata.name
+        check_waits(compiled.asm["ptx"], name)
+        assert not step or "wgmma" not in compiled.asm["ptx"], name
         (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
         found = resources(tmp_path / "kernel.cubin")
 
-        assert (found["STACK"], found["LOCAL"]) == (0, 0), compiled.metadata.name
-        assert compiled.metadata.shared <= MAX_SHARED_BYTES, compiled.metadata.name
-        assert found["REG"] * 32 * compiled.metadata.num_warps <= REGISTERS_PER_BLOCK, compiled.metadata.name
-        assert compiled.metadata.global_scratch_size == 0, compiled.metadata.name
+        assert (found["STACK"], found["LOCAL"]) == (0, 0), name
+        assert compiled.metadata.shared <= most_shared, name
+        assert found["REG"] * 32 * compiled.metadata.num_warps <= REGISTERS_PER_BLOCK, name
+        assert compiled.metadata.global_scratch_size == 0, name
+
+
+@pytest.mark.parametrize("name", lowered_ops(DEMO))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiles_for_sm_90_without_spills(shape, name, tmp_path):
+    check_compiles(*lowered_ops(SHAPES[shape])[name], tmp_path)

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from exporter.capture.compile import check_waits
 from tests.exporter.kernels.experts_shapes import MIXTURES, experts_case, gated_ops
-from tests.exporter.kernels.interpreter import lower
-from tests.exporter.kernels.test_compile import MAX_SHARED_BYTES, REGISTERS_PER_BLOCK, compile_launch, resources
-
-
-def check_compiles(lowering, case, tmp_path, *, most_shared=MAX_SHARED_BYTES, step=True):
-    program, _, calls = case.recorded()
-    for launch in lower(lowering, calls, program, chained=True):
-        compiled = compile_launch(launch)
-        name = compiled.metadata.name
-        check_waits(compiled.asm["ptx"], name)
-        assert not step or "wgmma" not in compiled.asm["ptx"], name
-        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-        found = resources(tmp_path / "kernel.cubin")
-
-        assert (found["STACK"], found["LOCAL"]) == (0, 0), name
-        assert compiled.metadata.shared <= most_shared, name
-        assert found["REG"] * 32 * compiled.metadata.num_warps <= REGISTERS_PER_BLOCK, name
-        assert compiled.metadata.global_scratch_size == 0, name
+from tests.exporter.kernels.test_compile import check_compiles
 
 
 @pytest.mark.parametrize("op", gated_ops(MIXTURES["tiny"], 8))

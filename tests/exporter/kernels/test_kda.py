@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from dflash_core.errors import CaptureError
 
-from exporter.capture.compile import check_waits
 from exporter.kernels.kda import conv_window, gated_norm, kda_commit, kda_rows, kda_scan
 from exporter.kernels.kda_blocks import kda_blocks, kda_blocks_scan
 from runtime.ops import DType
 from tests.exporter.kernels.interpreter import Case, lower, same_bits
-from tests.exporter.kernels.test_compile import MAX_SHARED_BYTES, compile_launch, resources
+from tests.exporter.kernels.test_compile import MAX_SHARED_BYTES, check_compiles
 
 BF16, F32 = ml_dtypes.bfloat16, np.float32
 HISTORY = 3
@@ -181,13 +180,4 @@ def test_refuses_a_recurrence_in_another_order():
 def test_compiles_at_the_shapes_of_kimi_k3(starts, block_rows, commit, tmp_path):
     case = kda_case(starts, [1] * len(starts), block_rows, heads=96, head_dim=128, bound=-5.0, commit=commit,
                     empty=True)
-    program, _, calls = case.recorded()
-
-    for launch in lower("lower.lower_graph", calls, program, chained=True):
-        compiled = compile_launch(launch)
-        check_waits(compiled.asm["ptx"], compiled.metadata.name)
-        assert "wgmma" not in compiled.asm["ptx"]
-        (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-        found = resources(tmp_path / "kernel.cubin")
-        assert (found["STACK"], found["LOCAL"]) == (0, 0), compiled.metadata.name
-        assert compiled.metadata.shared <= 2 * MAX_SHARED_BYTES, compiled.metadata.name  # three stages of a prefill
+    check_compiles("lower.lower_graph", case, tmp_path, most_shared=2 * MAX_SHARED_BYTES)  # a prefill's three stages

@@ -8,13 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from exporter.capture.compile import check_waits
 from exporter.kernels.linear import linear_rows
 from exporter.kernels.linear_packed import linear_packed
 from exporter.kernels.linear_whole import linear_whole
 from runtime.ops import DType
 from tests.exporter.kernels.interpreter import Case, lower
-from tests.exporter.kernels.test_compile import compile_launch, resources
+from tests.exporter.kernels.test_compile import check_compiles
 
 BF16 = ml_dtypes.bfloat16
 FORMATS = {"bf16": "dflash.linear/1", "f32": "dflash.linear/1", "mxfp8": "dflash.linear_mxfp8/1",
@@ -184,12 +183,4 @@ def test_fp32_weights_are_multiplied_in_fp32(interpreter, rows, epilogue):
 def test_fp32_weights_compile_for_kimi_k3s_router(tmp_path):
     for rows in (8, 64, 2048):
         case, _ = fused_case("f32", rows, 7168, 896, norm=False, epilogue="f32")
-        program, _, calls = case.recorded()
-        for launch in lower("lower.lower_graph", calls, program, chained=True):
-            compiled = compile_launch(launch)
-            check_waits(compiled.asm["ptx"], compiled.metadata.name)
-            assert "wgmma" not in compiled.asm["ptx"]
-            (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-            found = resources(tmp_path / "kernel.cubin")
-            assert (found["STACK"], found["LOCAL"]) == (0, 0)
-            assert compiled.metadata.shared <= 96 * 1024
+        check_compiles("lower.lower_graph", case, tmp_path, most_shared=96 * 1024)

@@ -6,12 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from exporter.capture.compile import check_waits
 from exporter.kernels.lower import lower_graph
 from exporter.program.builder import Program
 from runtime.ops import DType
-from tests.exporter.kernels.interpreter import Case, lower, same_bits
-from tests.exporter.kernels.test_compile import MAX_SHARED_BYTES, compile_launch, resources
+from tests.exporter.kernels.interpreter import Case, same_bits
+from tests.exporter.kernels.test_compile import MAX_SHARED_BYTES, check_compiles
 from tests.exporter.kernels.test_linear import fused_case
 from tests.tiny_vision import TinyVision
 
@@ -249,13 +248,5 @@ def test_attention_compiles_at_the_shapes_of_kimi_k3(tmp_path):
     wide = K3["heads"] * K3["head_dim"]
     case = Case({"q": empty(4096, wide), "k": empty(4096, wide), "qkv": empty(4096, 3 * wide),
                  "grid": empty(2, dtype=np.int32), "out": empty(4096, wide)}, [("dflash.image_attention/1", K3)])
-    program, _, calls = case.recorded()
-    (launch,) = lower("lower.lower_graph", calls, program, chained=True)
 
-    compiled = compile_launch(launch)
-
-    check_waits(compiled.asm["ptx"], compiled.metadata.name)
-    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
-    found = resources(tmp_path / "kernel.cubin")
-    assert (found["STACK"], found["LOCAL"]) == (0, 0)
-    assert compiled.metadata.shared <= 3 * MAX_SHARED_BYTES
+    check_compiles("lower.lower_graph", case, tmp_path, most_shared=3 * MAX_SHARED_BYTES, step=False)
