@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,10 +18,11 @@ def rules_document(rules: Sequence[Rule]) -> list[dict[str, Any]]:
 def print_rules(rules: Sequence[Rule]) -> None:
     """Print the rules on stdout, what fails last and in full; readable without colour."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    from runtime.table_console import TableConsole
+
+    out = TableConsole()
     cores = dict.fromkeys(side.core for rule in rules for side in (rule.left, rule.right) if side and side.core)
     numbers = {core: str(number) for number, core in enumerate(cores, 1)}
     for core, number in numbers.items():

@@ -68,9 +68,9 @@ def report(plan: PrecisionPlan, layout: WeightLayout, recorded: RecordedProgram,
 
 def print_plan(found: PlanReport, *, verbose: bool = False) -> None:
     """Print the report on stdout; readable without colour and at 80 columns. `verbose` adds a line for every tensor."""
-    from rich.console import Console
+    from runtime.table_console import TableConsole
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = TableConsole()
     console.print(_weights_table(found.rows), "")
     effective = _table("precision", "role", "effective", "origin")
     for entry in found.plan.effective:

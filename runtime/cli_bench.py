@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -216,8 +215,9 @@ def _write(document: dict[str, Any], out: Path | None, plot: Path | None, sign: 
 
 
 def _print_table(document: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from .table_console import TableConsole
 
     decoded = [s for s in document["scenarios"] if s["dflash"]["steps"]]
     table = Table("", *(s["scenario"] for s in decoded))
@@ -225,7 +225,7 @@ def _print_table(document: dict[str, Any]) -> None:
         table.add_row(name, *(form.format(acceptance=s.get("spec_decode_acceptance_length", 1.0),
                                           **{k: v for k, v in s.items() if k != "dflash"}, **s["dflash"])
                               for s in decoded))
-    Console(file=sys.stdout).print(table)
+    TableConsole().print(table)
     for sample in document["prefill"]:
         print(f"prefill     {sample['input_tokens']} tokens, all computed   {sample['seconds']:.2f} s   "
               f"{sample['input_tokens'] / sample['seconds']:.0f} tokens/s")

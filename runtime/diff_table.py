@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from .console import human_bytes, printable
 from .diff import Change, CoreDiff, CoreSide, Part, Value
 from .diff_errors import Kept
+from .table_console import TableConsole
 
 _MOST_TENSORS = 20
 
 
 def print_diff(report: CoreDiff) -> None:
     """Write the report to stdout: the two cores, then one block per thing that differs."""
-    out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    out = TableConsole()
     if not report.authenticated:
         out.print("NOT AUTHENTICATED: no signature was checked; --trust TRUST verifies the cores", soft_wrap=True)
     for label, side in (("left", report.left), ("right", report.right)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -98,10 +97,11 @@ def worst_first(errors: Iterable[WeightErrors]) -> list[WeightErrors]:
 def print_errors(errors: Iterable[WeightErrors], *, authenticated: bool) -> None:
     """Write the table to stdout, worst first; 80 columns hold it unless a name is long."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    from .table_console import TableConsole
+
+    out = TableConsole()
     if not authenticated:
         out.print("NOT AUTHENTICATED: no signature was checked; --trust TRUST verifies the core", soft_wrap=True)
     table = Table("weight", "format", "SQNR dB", "max abs", "max rel", "saturated", "zero", box=SIMPLE_HEAD,

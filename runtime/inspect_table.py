@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from dflash_core.effective import Role
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from .console import human_bytes, printable
 from .inspect import CoreReport, Model
 from .inspect_precision import Component
+from .table_console import TableConsole
 
 _NOT_AUTHENTICATED = "NOT AUTHENTICATED: no signature was checked; --trust TRUST verifies the core"
 _LABEL_WIDTH = 10
@@ -27,7 +26,7 @@ _SETTINGS = {
 
 def print_report(report: CoreReport) -> None:
     """Write the report to stdout. Its first line says whether signatures were checked."""
-    out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    out = TableConsole()
     for line in _lines(report):
         out.print(line, soft_wrap=True)
     for title, table in _tables(report):

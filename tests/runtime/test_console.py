@@ -127,8 +127,13 @@ def test_a_block_that_ends_well_prints_nothing(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_is_silent_when_the_reader_of_stdout_has_gone():
-    code = "from runtime.console import run_command\nwith run_command(False):\n for i in range(200000): print(i)"
+LINES = {"lines": "for i in range(200000): print(i)",
+         "a table": "from runtime.table_console import TableConsole\n for i in range(20000): TableConsole().print(i)"}
+
+
+@pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
+def test_is_silent_when_the_reader_of_stdout_has_gone(lines: str):
+    code = f"from runtime.console import run_command\nwith run_command(False):\n {lines}"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout and process.stderr
     process.stdout.readline()
