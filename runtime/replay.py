@@ -1,8 +1,7 @@
 """Run a graph node by node on a GPU beside the CPU reference, and find the first node that computes something else.
 
 Every node starts from the reference's own inputs, so that an error does not spread: a node is wrong by itself or right.
-A GPU node names the CPU nodes that it computes; what both write is compared, element by element, after the last of the
-GPU nodes that share an op.
+A GPU node names the CPU nodes that it computes; what both write is compared, element by element.
 """
 
 from __future__ import annotations
@@ -63,11 +62,12 @@ def replay(gpu: GpuCore, cpu: LoadedCore, graph_name: str) -> list[NodeReport]:
     for buffer_id, memory in cpu.memory.items():
         if buffer_id not in weights and not _own(gpu.manifest.buffers[buffer_id]):
             gpu.write_buffer(buffer_id, 0, bytearray(memory.data))
-    finished_by = {i: node.node_id for node in recorded.nodes for i in _computes(node, graph_name)}
+    done: set[int] = set()
     reports = []
     for node in recorded.nodes:
         gpu.run_node(graph_name, node.node_id)
-        todo = [i for i in _computes(node, graph_name) if finished_by[i] == node.node_id]
+        todo = [i for i in _computes(node, graph_name) if i not in done]
+        done.update(todo)
         for index in todo:
             reference.steps[index]()
         written = {(a.buffer_id, a.offset) for a in node.accesses if a.write}

@@ -40,6 +40,7 @@ from exporter.kernels import (
 from exporter.kernels.attention import paged_attention
 from exporter.kernels.attention_many import prefill_attention
 from exporter.kernels.epilogue import ADD, SILU, STORE, STORE_F32
+from exporter.kernels.latent import pages_of
 from exporter.kernels.launch import Kernel, Launch
 from exporter.kernels.linear import FORMAT_CODE, linear_rows
 from exporter.kernels.linear_packed import linear_packed
@@ -280,7 +281,7 @@ class _Lowering:
         assert lanes <= MAX_LANES, lanes
         partial = self.program.scratch("attention_partial", DType.F32, (lanes * splits, m * (head_dim + 2)))
         counters = self.program.once("attention_counters", DType.I32, (MAX_LANES,))
-        kv = _pages(o["kv"])
+        kv = pages_of(o["kv"])
         v = _columns(o["qkv"], (heads + kv_heads) * head_dim) if block else None
         fused = ("q_weight_ptr", "k_weight_ptr", "table_ptr", "qkv_ptr")
         absent: dict[str, None] = {"k_ptr": None, "v_ptr": None} if not block else {}
@@ -332,8 +333,8 @@ def _prefill_attention(call: OpCall) -> Launch:
         num_warps=PREFILL_WARPS, num_stages=PREFILL_STAGES)
     arguments: dict[str, Tensor | int | float] = {
         "q_ptr": o["q"], "positions_ptr": o["positions"], "slots_ptr": o["slots"], "page_table_ptr": o["page_table"],
-        "kv_ptr": _pages(o["kv"]), "out_ptr": o["out"], "rows": rows, "scale": call.real("scale")}
-    reads = (o["q"], o["positions"], o["slots"], o["page_table"], _pages(o["kv"]))
+        "kv_ptr": pages_of(o["kv"]), "out_ptr": o["out"], "rows": rows, "scale": call.real("scale")}
+    reads = (o["q"], o["positions"], o["slots"], o["page_table"], pages_of(o["kv"]))
     return Launch(kernel, arguments, (-(-rows // PREFILL_QUERY_ROWS), heads, 1), reads, (o["out"],), (call.node_id,),
                   call.label)
 
@@ -341,11 +342,6 @@ def _prefill_attention(call: OpCall) -> Launch:
 def _columns(x: Tensor, first: int) -> Tensor:
     """A pointer into the rows of `x`, `first` columns on."""
     return replace(x, offset=x.offset + first * x.dtype.bits // 8, shape=(0,))
-
-
-def _pages(kv: Tensor) -> Tensor:
-    """A layer's pages as kernels see them: bf16, to the end of the arena."""
-    return replace(kv, dtype=DType.BF16, shape=(0,))
 
 
 def _check_act(call: OpCall) -> None:
@@ -448,7 +444,7 @@ def _rope(call: OpCall) -> Launch:
     optional = {"q_weight_ptr": o.get("q_weight"), "k_weight_ptr": o.get("k_weight"), "q_ptr": o.get("q"),
                 "k_ptr": o.get("k"), "slots_ptr": o.get("slots") if cached else None,
                 "page_table_ptr": o.get("page_table") if cached else None,
-                "kv_ptr": _pages(o["kv"]) if cached else None}
+                "kv_ptr": pages_of(o["kv"]) if cached else None}
     for name, tensor in optional.items():
         if tensor is None:
             constants[name] = None

@@ -96,7 +96,7 @@ def _blocks_launches(scan: OpCall, commit: OpCall, queries: Tensor, program: Pro
              "strength_ptr": o["strength"], "positions_ptr": o["positions"]}
     blocks = Launch(Kernel(kda_blocks, (scan.op,), size, num_warps=KDA_BLOCK_WARPS), {**given, **made},
                     (cdiv(rows, KDA_BLOCK), heads, 1), (*given.values(), made["sums_ptr"]), tuple(made.values()),
-                    (scan.node_id,), scan.label)
+                    (), scan.label)
     columns = min(KDA_BLOCK_COLUMNS, max(16, power_of_two(head_dim)))
     slices = max(1, min(KDA_BLOCK_WARPS, size["K"] // 16))  # a product's parts have at least 16 channels
     kernel = Kernel(kda_blocks_scan, (scan.op, commit.op),

@@ -78,31 +78,3 @@ def test_a_device_node_must_name_the_cpu_nodes_that_it_computes(program):
         replay(Twin(program, named=False), prefilled(program), "decode.b1")
 
     assert (caught.value.code, caught.value.got) == ("REPLAY_NAMES", "part")
-
-
-class InTwoSteps(Twin):
-    """A device that computes every op in two nodes, the first of which writes nothing that the op says."""
-
-    def recorded(self, name):
-        graph = super().recorded(name)
-        for node in list(graph.nodes):
-            node.node_id = 2 * node.node_id + 1
-            first = graph.nodes.add()
-            first.CopyFrom(node)
-            first.node_id -= 1
-            del first.accesses[:]
-        graph.nodes.sort(key=lambda node: node.node_id)
-        return graph
-
-    def run_node(self, name, index):
-        if index % 2:
-            super().run_node(name, index // 2)
-
-
-def test_an_op_of_several_device_nodes_is_compared_after_the_last(program):
-    core = prefilled(program)
-    fault = len(core.graphs["decode.b1"].bound) // 2
-
-    found = replay(InTwoSteps(program, fault=fault), core, "decode.b1")
-
-    assert [r.node_id for r in found if not r.within] == [2 * fault + 1]
